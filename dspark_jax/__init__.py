@@ -1,0 +1,34 @@
+"""DeepSeek-V4 and its DSpark drafter in JAX: load an official checkpoint, run it, and decode speculatively on the device.
+
+    import dspark_jax
+
+    model = dspark_jax.load("DIR", numerics="bfloat16")
+    done = dspark_jax.generate(model, [[1, 2, 3]], max_new_tokens=64)
+    done.tokens[0], done.statistics.accepted_length
+"""
+
+from dspark_jax.checkpoint.load import load
+from dspark_jax.checkpoint.save import save
+from dspark_jax.config import ModelConfig
+from dspark_jax.decoding.forward import Forward, forward
+from dspark_jax.decoding.generate import Completions, generate
+from dspark_jax.errors import CheckpointError, ConfigError, DsparkError, RequestError, SilentDrafterError
+from dspark_jax.model.model import Model
+from dspark_jax.model.numerics import Numerics
+
+__all__ = [
+    "CheckpointError",
+    "Completions",
+    "ConfigError",
+    "DsparkError",
+    "Forward",
+    "Model",
+    "ModelConfig",
+    "Numerics",
+    "RequestError",
+    "SilentDrafterError",
+    "forward",
+    "generate",
+    "load",
+    "save",
+]

@@ -1,0 +1,1 @@
+"""Bytes on disk to arrays on a mesh, and back."""

@@ -1,0 +1,157 @@
+"""From official files to arrays: checked against the layout before a byte is read, then streamed leaf by leaf."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from dspark_jax.checkpoint.folder import CheckpointFolder
+from dspark_jax.checkpoint.layout import Entry, layout, tensor_names
+from dspark_jax.config import ModelConfig
+from dspark_jax.errors import CheckpointError, RequestError
+from dspark_jax.model.model import PARTS, Model, Part, abstract_model
+from dspark_jax.model.numerics import Numerics, numerics_of
+from dspark_jax.sharding import sharding_of
+
+LEGACY_MTP = ("enorm", "hnorm", "e_proj", "h_proj")  # modules of the one-layer predictor that preceded DSpark
+NAN_CODES = {"F8_E8M0": (0xFF,), "F8_E4M3": (0x7F, 0xFF)}
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes read so far and the bytes in all."""
+
+
+def load(
+    directory: str | Path,
+    numerics: str | Numerics = "float32",
+    mesh: Mesh | None = None,
+    parts: Sequence[Part] = PARTS,
+    progress: Progress | None = None,
+) -> Model:
+    """Loads a checkpoint in the official layout.
+
+    Packed weights stay packed. Every tensor that the parts need is consumed exactly once; on a mesh each device's slices
+    are read and no more.
+
+    Args:
+        directory: folder with `config.json`, `model.safetensors.index.json` and the shards. Only the shards that the
+            parts need have to be there.
+        numerics: a preset, "float32", "official" or "bfloat16", or a `Numerics`.
+        mesh: None for the first device.
+        parts: "target", "drafter" or both. A checkpoint without a DSpark drafter gives a target alone.
+        progress: told about the bytes read.
+
+    Raises:
+        ConfigError: `config.json` is not one that this package runs.
+        CheckpointError: a file or tensor is missing, unexpected, misshapen, mistyped or damaged; the message names it.
+        RequestError: unknown numerics, or a part that the checkpoint does not have.
+    """
+    config = ModelConfig.from_file(Path(directory) / "config.json")
+    abstract = abstract_model(config, numerics_of(numerics), parts)
+    if list(parts) == ["drafter"] and abstract.drafter is None:
+        raise RequestError(f"{directory}: config.json has no dspark_* fields, so there is no drafter to load.")
+    folder = CheckpointFolder.open(directory)
+    entries = layout(abstract)
+    account(entries, folder, abstract)
+    return fill(abstract, entries, lambda entry: read_leaf(entry, folder, mesh, config), progress)
+
+
+def account(entries: tuple[Entry, ...], folder: CheckpointFolder, model: Model) -> None:
+    """Checks that the folder holds exactly what the configuration promises, from the files' headers alone.
+
+    Raises:
+        CheckpointError: naming the first tensor that is unexpected, missing, mistyped or misshapen.
+    """
+    known = set(tensor_names(layout(abstract_model(model.config, model.numerics))))
+    unexpected = sorted(folder.names - known)
+    if model.drafter is None:
+        unexpected = [name for name in unexpected if not name.startswith("mtp.")]
+    if unexpected:
+        raise CheckpointError(_explain_unexpected(unexpected, folder))
+    for entry in entries:
+        for name in entry.names:
+            _check_tensor(name, entry, folder)
+
+
+def _check_tensor(name: str, entry: Entry, folder: CheckpointFolder) -> None:
+    if name not in folder.names:
+        raise CheckpointError(
+            f"{folder.directory}: tensor {name} is missing; config.json calls for it as {entry.dtype} "
+            f"{list(entry.shape)}. Fetch the checkpoint again, or correct config.json."
+        )
+    info = folder.info(name)
+    if (info.dtype, info.shape) != (entry.dtype, entry.shape):
+        raise CheckpointError(
+            f"{folder.file_of(name)}: tensor {name} is {info.dtype} {list(info.shape)}; expected {entry.dtype} "
+            f"{list(entry.shape)} by config.json. The file and config.json do not belong together."
+        )
+
+
+def _explain_unexpected(names: list[str], folder: CheckpointFolder) -> str:
+    stages = [name for name in names if name.startswith("mtp.")]
+    if any(part in LEGACY_MTP for name in stages for part in name.split(".")):
+        return (
+            f"{folder.directory}: {stages[0]} belongs to the one-layer MTP head of the preview release, which is not a "
+            "DSpark drafter and cannot draft here. Use a checkpoint with dspark_* fields in config.json, or load the "
+            'target alone with parts=("target",).'
+        )
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"{folder.file_of(names[0])}: tensor {names[0]}{more} is unexpected; config.json has no place for it. "
+        "The files and config.json do not belong together."
+    )
+
+
+def fill(
+    abstract: Model, entries: tuple[Entry, ...], read: Callable[[Entry], jax.Array], progress: Progress | None = None
+) -> Model:
+    """The model with `read(entry)` in the place of every leaf, one leaf in flight at a time."""
+    leaves, structure = jax.tree.flatten(abstract)
+    assert [leaf.shape for leaf in leaves] == [entry.leaf.shape for entry in entries]
+    assert max(Counter(tensor_names(entries)).values()) == 1, "the layout names a tensor twice"
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    done, arrays = 0, []
+    for entry in entries:
+        arrays.append(jax.block_until_ready(read(entry)))
+        done += arrays[-1].nbytes
+        if progress is not None:
+            progress(done, total)
+    return jax.tree.unflatten(structure, arrays)
+
+
+def read_leaf(entry: Entry, folder: CheckpointFolder, mesh: Mesh | None, config: ModelConfig) -> jax.Array:
+    """Reads one leaf, each device's slice by itself."""
+
+    def read_slice(index: tuple[slice, ...]) -> np.ndarray:
+        if not entry.stacked:
+            return _read_tensor(entry, entry.names[0], index, folder, config)
+        experts, rest = entry.names[index[0]], index[1:]
+        return np.stack([_read_tensor(entry, name, rest, folder, config) for name in experts])
+
+    sharding = sharding_of(mesh, entry.axes, entry.leaf.shape)
+    return jax.make_array_from_callback(entry.leaf.shape, sharding, read_slice, dtype=entry.leaf.dtype)
+
+
+def _read_tensor(
+    entry: Entry, name: str, index: tuple[slice, ...], folder: CheckpointFolder, config: ModelConfig
+) -> np.ndarray:
+    """A copy of a slice of a tensor, as it lies in memory: quantised values as bytes, integers as int32."""
+    values = folder.read(name)[index]
+    if entry.dtype == "I64":
+        if values.size and not 0 <= values.min() <= values.max() < config.n_routed_experts:
+            raise CheckpointError(
+                f"{folder.file_of(name)}: tensor {name} names experts {values.min()} to {values.max()}; "
+                f"expected 0 to {config.n_routed_experts - 1}."
+            )
+        return values.astype(np.int32)
+    if entry.leaf.dtype != np.uint8:
+        return np.array(values)
+    codes = np.array(values.view(np.uint8))
+    if any((codes == nan).any() for nan in NAN_CODES.get(entry.dtype, ())):
+        raise CheckpointError(
+            f"{folder.file_of(name)}: tensor {name} ({entry.dtype}) holds NaN; expected finite values. "
+            "The file is damaged: fetch it again."
+        )
+    return codes

@@ -1,0 +1,50 @@
+"""From arrays back to official files, byte for byte."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from dspark_jax.checkpoint.layout import Entry, layout
+from dspark_jax.checkpoint.safetensors import DTYPES
+from dspark_jax.checkpoint.write import write_folder
+from dspark_jax.model.model import Model
+
+
+def save(model: Model, directory: str | Path) -> None:
+    """Writes a model in the official layout: a shard for each layer and stage, an index and `config.json`.
+
+    The folder appears under its name only when it is whole.
+
+    Raises:
+        CheckpointError: `directory` exists and is not empty.
+    """
+    write_folder(directory, model.config.to_dict(), _shards(model))
+
+
+def _shards(model: Model) -> Iterator[dict[str, np.ndarray]]:
+    """Groups of tensors as the official release shards them; one group is in host memory at a time."""
+    groups: dict[str, list[tuple[Entry, jax.Array]]] = {}
+    for entry, leaf in zip(layout(model), jax.tree.leaves(model), strict=True):
+        groups.setdefault(_shard_key(entry.names[0]), []).append((entry, leaf))
+    for key in sorted(groups, key=_shard_order):
+        yield {name: tensor for entry, leaf in groups[key] for name, tensor in _tensors(entry, leaf)}
+
+
+def _tensors(entry: Entry, leaf: jax.Array) -> Iterator[tuple[str, np.ndarray]]:
+    values = np.asarray(leaf)
+    stack = values if entry.stacked else values[None]
+    dtype = np.dtype(DTYPES[entry.dtype])
+    for name, value in zip(entry.names, stack, strict=True):
+        yield name, value.view(dtype) if values.dtype == np.uint8 else value.astype(dtype)
+
+
+def _shard_key(name: str) -> str:
+    head, *rest = name.split(".")
+    return f"{head}.{rest[0]}" if head in ("layers", "mtp") else "embed" if head == "embed" else "head"
+
+
+def _shard_order(key: str) -> tuple[int, int]:
+    group, _, number = key.partition(".")
+    return ["embed", "layers", "head", "mtp"].index(group), int(number or 0)

@@ -1,0 +1,1 @@
+"""Comparison with records of the PyTorch path, number by number."""

@@ -1,0 +1,79 @@
+"""The target on given tokens: logits, taps and internals at every position."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.decoding.generate import PREFILL_CHUNK, check_ids
+from dspark_jax.decoding.state import bucket
+from dspark_jax.errors import RequestError
+from dspark_jax.model.cache import TargetCache, target_cache
+from dspark_jax.model.model import Model
+from dspark_jax.model.rows import Rows, Setting
+from dspark_jax.model.target import Seen, lm_logits, target_step
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Forward:
+    """What `forward` returns.
+
+    Attributes:
+        logits: float32 [B, T, V].
+        taps: activations [B, T, taps_width], the target features that the drafter reads.
+        seen: internals at every position if they were asked for, else None.
+    """
+
+    logits: jax.Array
+    taps: jax.Array
+    seen: Seen | None
+
+
+def forward(model: Model, ids: jax.typing.ArrayLike, internals: bool = False, chunk: int = PREFILL_CHUNK) -> Forward:
+    """Runs the target over whole sequences.
+
+    Args:
+        model: with a target.
+        ids: int [B, T], token ids.
+        internals: return streams, router and indexer picks of every layer, too.
+        chunk: rows of one step; any size gives the same values up to rounding.
+
+    Raises:
+        RequestError: no target, `ids` not two-dimensional or outside the vocabulary, or `chunk` below 1.
+    """
+    if model.target is None:
+        raise RequestError("forward needs a target, and this model was loaded with the drafter alone.")
+    tokens = np.asarray(ids)
+    if tokens.ndim != 2 or not tokens.shape[0]:
+        raise RequestError(f"ids has shape {list(tokens.shape)}; expected [batch, tokens].")
+    tokens = np.array([check_ids(row, model.config.vocab_size, "ids") for row in tokens], np.int32)
+    if chunk < 1:
+        raise RequestError(f"chunk is {chunk}; expected at least 1.")
+    length = tokens.shape[1]
+    capacity = bucket(length)
+    width = min(chunk, capacity)
+    cache = target_cache(model.config, model.numerics, tokens.shape[0], capacity, width=1)
+    setting, steps = model.setting(capacity), []
+    for first in range(0, length, width):
+        piece = tokens[:, first : first + width]
+        count = piece.shape[1]
+        piece = np.pad(piece, [(0, 0), (0, width - count)])
+        batch = np.ones(len(piece), np.int32)
+        rows = Rows(jnp.asarray(piece), jnp.asarray(batch * first), jnp.asarray(batch * count))
+        step, cache = forward_step(model, setting, rows, cache, internals)
+        steps.append(jax.tree.map(lambda values, count=count: values[:, :count], step))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *steps)
+
+
+@partial(jax.jit, static_argnames="internals", donate_argnames="cache")
+def forward_step(
+    model: Model, setting: Setting, rows: Rows, cache: TargetCache, internals: bool
+) -> tuple[Forward, TargetCache]:
+    """One step of the target with its logits, compiled once for a batch size, a step width and a capacity."""
+    assert model.target is not None
+    step = target_step(model.target, model.vocabulary, rows, cache, setting)
+    logits = lm_logits(model.vocabulary, step.hidden)
+    return Forward(logits, step.taps, step.seen if internals else None), step.cache

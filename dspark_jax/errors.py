@@ -1,0 +1,21 @@
+"""Errors for the person at the keyboard: each message says what was wrong, where, what was expected and what to do."""
+
+
+class DsparkError(ValueError):
+    """Base of every error that dspark_jax raises about its input; the command line prints it as one sentence."""
+
+
+class ConfigError(DsparkError):
+    """`config.json` is not a configuration that this package can run."""
+
+
+class CheckpointError(DsparkError):
+    """A checkpoint file is missing, damaged, or does not hold what its configuration promises."""
+
+
+class RequestError(DsparkError):
+    """A call or a command line asks for something impossible, such as a token id outside the vocabulary."""
+
+
+class SilentDrafterError(DsparkError):
+    """The drafter was on and allowed to offer drafts, and offered none in the whole generation."""

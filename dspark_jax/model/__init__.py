@@ -1,0 +1,1 @@
+"""The mathematics: pure functions of weights, values and caches."""

@@ -1,0 +1,152 @@
+"""Attention: low-rank queries, one latent vector a position that is key and value of every head, and a sink.
+
+A query attends to sources: its window, and in layers that compress also entries, all of them (HCA) or the indexer's picks
+(CSA). Sources are scored separately and share one softmax; concatenating them would copy the caches.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.config import OVERLAP_RATIO
+from dspark_jax.model.cache import LayerCache, append
+from dspark_jax.model.compressor import compress, visible_entries
+from dspark_jax.model.fake_quant import KV_BLOCK, fake_e4m3
+from dspark_jax.model.indexer import pick_entries
+from dspark_jax.model.linear import linear, rms_norm
+from dspark_jax.model.rope import angles_at, rotate
+from dspark_jax.model.rows import Rows, Setting
+from dspark_jax.model.weights import Attention
+
+
+class Source(NamedTuple):
+    """Keys, which are values too: activations [B, S, D] for all rows, or [B, T, S, D] for each; `usable` bool [B, T, S]."""
+
+    keys: jax.Array
+    usable: jax.Array
+
+
+def target_attention(
+    weights: Attention, x: jax.Array, cache: LayerCache, rows: Rows, ratio: int, setting: Setting
+) -> tuple[jax.Array, tuple[LayerCache, jax.Array | None]]:
+    """Causal attention of the target at absolute positions.
+
+    Args:
+        x: activations [B, T, d], normed.
+
+    Returns:
+        Activations [B, T, d], the cache with this step's live rows, and the indexer's picks (int32 [B, T, k]) if any.
+    """
+    config = setting.config
+    angles = angles_at(setting.rope.of(ratio), rows.positions)
+    latent_query, query = queries(weights, x, angles, setting)
+    window, view = append(cache.window, rows, latents(weights, x, angles, setting), config.sliding_window)
+    sources = [Source(view.values, in_window(view.positions, rows, config.sliding_window))]
+    attention, index, picks = cache.attention, cache.index, None
+    if weights.compressor is not None:
+        attention = compress(
+            weights.compressor, x, attention, rows, ratio, lambda e: quantise_latent(e, setting), setting
+        )
+    if ratio == OVERLAP_RATIO:
+        picks, index = pick_entries(weights.indexer, x, latent_query, index, rows, setting)
+        sources.append(Source(_gather(attention.entries, picks), picks >= 0))
+    elif ratio:
+        numbers = jnp.arange(attention.entries.shape[1], dtype=jnp.int32)
+        sources.append(Source(attention.entries, numbers < visible_entries(rows, ratio)[..., None]))
+    mixed = attend(query, sources, weights.attn_sink[...], setting)
+    return output(weights, mixed, angles, setting), (LayerCache(window, attention, index), picks)
+
+
+def in_window(positions: jax.Array, rows: Rows, window: int) -> jax.Array:
+    """bool [B, T, S]: which slots, by the position they stand for, are in the window of each row."""
+    key, query = positions[:, None, :], rows.positions[:, :, None]
+    return (key >= 0) & (key <= query) & (key > query - window)
+
+
+def queries(weights: Attention, x: jax.Array, angles: jax.Array, setting: Setting) -> tuple[jax.Array, jax.Array]:
+    """Latent queries [B, T, q_lora_rank] and rotated queries [B, T, H, D]."""
+    config, numerics = setting.config, setting.numerics
+    latent = rms_norm(linear(x, weights.wq_a, numerics), weights.q_norm, config.rms_norm_eps, numerics)
+    query = linear(latent, weights.wq_b, numerics).reshape(*x.shape[:2], config.num_attention_heads, config.head_dim)
+    # Without a weight, and rounded after every operation, as the official code does it.
+    square = numerics.round(query * query).astype(jnp.float32)
+    mean = numerics.round(jnp.mean(square, axis=-1, keepdims=True))
+    factor = numerics.round(jax.lax.rsqrt(numerics.round(mean + config.rms_norm_eps)))
+    query = numerics.round(query * factor)
+    return latent, numerics.round(rotate(query, angles[:, :, None]))
+
+
+def latents(weights: Attention, x: jax.Array, angles: jax.Array, setting: Setting) -> jax.Array:
+    """Keys and values at once: [B, T, d] -> activations [B, T, D], normed, rotated, quantised by option."""
+    numerics = setting.numerics
+    latent = rms_norm(linear(x, weights.wkv, numerics), weights.kv_norm, setting.config.rms_norm_eps, numerics)
+    return quantise_latent(numerics.round(rotate(latent, angles)), setting)
+
+
+def quantise_latent(latent: jax.Array, setting: Setting) -> jax.Array:
+    """Simulates E4M3 on the channels without RoPE, if the numerics say so: activations [..., D] -> same."""
+    if not setting.numerics.quantise_kv:
+        return latent
+    split = setting.config.head_dim - setting.config.qk_rope_head_dim
+    return jnp.concatenate([fake_e4m3(latent[..., :split], KV_BLOCK), latent[..., split:]], axis=-1)
+
+
+def attend(query: jax.Array, sources: Sequence[Source], sink: jax.Array, setting: Setting) -> jax.Array:
+    """Softmax attention over all sources; the sink, a logit a head, enters the denominator only.
+
+    Args:
+        query: activations [B, T, H, D].
+        sink: float32 [H].
+
+    Returns:
+        Activations [B, T, H, D]; zeros for a row that may see nothing.
+    """
+    scores = [
+        jnp.where(source.usable[:, :, None], _dot(query, source.keys, "bthk", "hs") * query.shape[-1] ** -0.5, -jnp.inf)
+        for source in sources
+    ]
+    largest = sink[:, None]  # including the sink in the maximum is equal, and cannot overflow
+    for score in scores:
+        largest = jnp.maximum(largest, jnp.max(score, axis=-1, keepdims=True))
+    shares = [jnp.exp(score - largest) for score in scores]
+    total = jnp.exp(sink[:, None] - largest) + sum(jnp.sum(share, axis=-1, keepdims=True) for share in shares)
+    # The official kernel rounds the shares before this product, but sums them unrounded.
+    rounded = [setting.numerics.round(share) for share in shares]
+    mixed = sum(_dot(share, s.keys, "bths", "hk") for share, s in zip(rounded, sources, strict=True))
+    return setting.numerics.round(mixed / total)
+
+
+def output(weights: Attention, mixed: jax.Array, angles: jax.Array, setting: Setting) -> jax.Array:
+    """Rotates back and projects in groups of heads: [B, T, H, D] -> activations [B, T, d]."""
+    config, numerics = setting.config, setting.numerics
+    mixed = numerics.round(rotate(mixed, angles[:, :, None], inverse=True))
+    groups = mixed.reshape(*mixed.shape[:2], config.o_groups, -1)
+    wo_a = weights.wo_a.get_value().decode(groups.dtype).reshape(config.o_groups, config.o_lora_rank, -1)
+    ranks = jnp.einsum(
+        "btgc,grc->btgr",
+        groups,
+        wo_a,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return linear(numerics.round(ranks).reshape(*mixed.shape[:2], -1), weights.wo_b, numerics)
+
+
+def _dot(x: jax.Array, keys: jax.Array, x_axes: str, out_axes: str) -> jax.Array:
+    """Contracts rows with keys that are common ([B, S, D]) or their own ([B, T, S, D]); float32."""
+    key_axes = "bsk" if keys.ndim == 3 else "btsk"
+    return jnp.einsum(
+        f"{x_axes},{key_axes}->bt{out_axes}",
+        x,
+        keys,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _gather(entries: jax.Array, picks: jax.Array) -> jax.Array:
+    """[B, N, D] and int32 [B, T, k] -> [B, T, k, D]; a missing pick reads entry 0 and is masked later."""
+    batch = jnp.arange(picks.shape[0])[:, None, None]
+    return entries[batch, jnp.maximum(picks, 0)]

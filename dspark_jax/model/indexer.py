@@ -1,0 +1,94 @@
+"""The indexer: scores the entries of a CSA layer for every row and picks the best ones."""
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.config import OVERLAP_RATIO
+from dspark_jax.model.cache import ENTRY_BLOCK, Compressed
+from dspark_jax.model.compressor import compress, visible_entries
+from dspark_jax.model.fake_quant import INDEX_BLOCK, fake_e2m1, hadamard
+from dspark_jax.model.linear import linear, project
+from dspark_jax.model.numerics import Numerics
+from dspark_jax.model.rope import angles_at, rotate
+from dspark_jax.model.rows import Rows, Setting
+from dspark_jax.model.weights import Indexer
+
+
+def pick_entries(
+    weights: Indexer, x: jax.Array, latent_query: jax.Array, cache: Compressed, rows: Rows, setting: Setting
+) -> tuple[jax.Array, Compressed]:
+    """Picks up to `index_topk` visible entries for every row.
+
+    Args:
+        x: activations [B, T, d], the attention's input.
+        latent_query: activations [B, T, q_lora_rank].
+
+    Returns:
+        int32 [B, T, k] entry numbers, -1 where fewer are visible; and the cache with this step's entries.
+    """
+    config, numerics = setting.config, setting.numerics
+    heads, width = config.index_n_heads, config.index_head_dim
+    cache = compress(weights.compressor, x, cache, rows, OVERLAP_RATIO, lambda e: _finish(e, numerics), setting)
+
+    query = linear(latent_query, weights.wq_b, numerics).reshape(*x.shape[:2], heads, width)
+    angles = angles_at(setting.rope.compressed, rows.positions)[:, :, None]
+    query = _finish(numerics.round(rotate(query, angles)), numerics)
+    head_weights = numerics.round(project(x, weights.weights_proj)) * (width * heads) ** -0.5
+    visible = visible_entries(rows, OVERLAP_RATIO)
+    return top_entries(query, head_weights, cache.entries, visible, config.index_topk, numerics), cache
+
+
+def top_entries(
+    query: jax.Array, head_weights: jax.Array, entries: jax.Array, visible: jax.Array, topk: int, numerics: Numerics
+) -> jax.Array:
+    """The best entries by sum_h w_h relu(q_h . k), ties to the lowest number.
+
+    Entries are scored in blocks with a running top-k: at a million tokens all scores at once would take gigabytes.
+
+    Args:
+        query: activations [B, T, h, k].
+        head_weights: activations [B, T, h].
+        entries: activations [B, N, k]; N is at most ENTRY_BLOCK or a multiple of it.
+        visible: int32 [B, T]; only entries below this number may be picked.
+
+    Returns:
+        int32 [B, T, min(topk, N)], -1 where no visible entry is left.
+    """
+    slots, topk = entries.shape[1], min(topk, entries.shape[1])
+    size = min(slots, ENTRY_BLOCK)
+
+    def merge(best: tuple[jax.Array, jax.Array], first: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+        block = jax.lax.dynamic_slice_in_dim(entries, first, size, axis=1)
+        numbers = first + jnp.arange(size, dtype=jnp.int32)
+        scores = _scores(query, head_weights, block, numerics)
+        scores = jnp.where(numbers < visible[..., None], scores, -jnp.inf)
+        # Earlier entries come first and top_k is stable, so equal scores go to the lower number.
+        scores = jnp.concatenate([best[0], scores], axis=-1)
+        numbers = jnp.concatenate([best[1], jnp.broadcast_to(numbers, (*visible.shape, size))], axis=-1)
+        scores, order = jax.lax.top_k(scores, topk)
+        return (scores, jnp.take_along_axis(numbers, order, axis=-1)), None
+
+    none = (*visible.shape, topk)
+    best = (jnp.full(none, -jnp.inf, jnp.float32), jnp.full(none, -1, jnp.int32))
+    (scores, picks), _ = jax.lax.scan(merge, best, jnp.arange(0, slots, size, dtype=jnp.int32))
+    return jnp.where(scores > -jnp.inf, picks, -1)
+
+
+def _scores(query: jax.Array, head_weights: jax.Array, entries: jax.Array, numerics: Numerics) -> jax.Array:
+    """float32 [B, T, S]; rounded to the activation dtype after each operation, like the official einsum."""
+    dots = jnp.einsum(
+        "bthk,bsk->bths",
+        query,
+        entries,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    weighted = numerics.round(jax.nn.relu(numerics.round(dots)) * head_weights[..., None])
+    return numerics.round(jnp.sum(weighted.astype(jnp.float32), axis=2)).astype(jnp.float32)
+
+
+def _finish(x: jax.Array, numerics: Numerics) -> jax.Array:
+    """Rotation and E2M1 simulation, for queries and entries alike; without the simulation the rotation cancels."""
+    if not numerics.quantise_index:
+        return x
+    return fake_e2m1(numerics.round(hadamard(x)), INDEX_BLOCK)

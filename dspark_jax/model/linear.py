@@ -1,0 +1,38 @@
+"""Matrix products and norms that all layers share."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dspark_jax.model.fake_quant import LINEAR_BLOCK, fake_e4m3
+from dspark_jax.model.numerics import Numerics
+from dspark_jax.model.weights import Packed
+from pallas_kernels.fp8_linear import fp8_linear
+
+
+def project(x: jax.Array, weight: nnx.Param) -> jax.Array:
+    """An unquantised matrix: [..., in] times [out, in] -> float32 [..., out], accumulated in float32."""
+    return jnp.einsum(
+        "...i,oi->...o",
+        x,
+        weight[...].astype(x.dtype),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def linear(x: jax.Array, weight: Packed, numerics: Numerics) -> jax.Array:
+    """A quantised matrix: [..., in] -> activations [..., out]."""
+    return numerics.round(fp8_linear(linear_input(x, numerics), weight.get_value()))
+
+
+def linear_input(x: jax.Array, numerics: Numerics) -> jax.Array:
+    """What a quantised matrix sees of `x`."""
+    return fake_e4m3(x, LINEAR_BLOCK) if numerics.quantise_linear_inputs else x
+
+
+def rms_norm(x: jax.Array, weight: nnx.Param, eps: float, numerics: Numerics) -> jax.Array:
+    """RMSNorm over the last axis in float32, times the weight, rounded once."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return numerics.round(y * weight[...].astype(jnp.float32))

@@ -1,0 +1,55 @@
+"""Sharding rules as data: which mesh axis carries which logical axis of a weight."""
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+Axis = Literal["vocabulary", "heads", "expert"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AxisRules:
+    """Mesh axis for each logical axis; None replicates."""
+
+    vocabulary: str | None = "tensor"
+    heads: str | None = "tensor"
+    expert: str | None = "expert"
+
+
+def sharding_of(
+    mesh: Mesh | None, axes: tuple[Axis | None, ...], shape: tuple[int, ...], rules: AxisRules | None = None
+) -> Sharding:
+    """Where an array with these logical axes lives.
+
+    Args:
+        mesh: None puts the array on the first device.
+        axes: a logical axis or None for each dimension.
+        shape: global shape. An axis that the mesh does not have, or that does not divide its dimension, is replicated
+            (logged once).
+    """
+    if mesh is None:
+        return SingleDeviceSharding(jax.devices()[0])
+    rules = rules or AxisRules()
+    spec = [_mesh_axis(mesh, axis, size, rules) for axis, size in zip(axes, shape, strict=True)]
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def _mesh_axis(mesh: Mesh, axis: Axis | None, size: int, rules: AxisRules) -> str | None:
+    name = getattr(rules, axis) if axis else None
+    if name is None or name not in mesh.shape:
+        return None
+    if size % mesh.shape[name]:
+        _log_once(f"axis {axis!r} of size {size} does not divide over mesh axis {name!r} of {mesh.shape[name]}: replicated")
+        return None
+    return name
+
+
+@cache
+def _log_once(message: str) -> None:
+    _log.warning(message)
