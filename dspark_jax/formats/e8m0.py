@@ -67,14 +67,13 @@ def choose(weights: NDArray[np.float32], block: tuple[int, int], qmax: float) ->
     """
     rows, columns = weights.shape[-2:]
     amax = np.maximum.reduceat(np.abs(weights), np.arange(0, rows, block[0]), axis=-2)
-    amax = np.maximum.reduceat(amax, np.arange(0, columns, block[0]), axis=-1)
+    amax = np.maximum.reduceat(amax, np.arange(0, columns, block[1]), axis=-1)
     if not np.isfinite(amax).all():
         raise ValueError("weights to quantise must be finite; these hold NaN or infinity")
-    # float64 has bits to spare: the quotient rounds to a power of two only where it is one.
+    # float64 has bits to spare: the quotient rounds to a power of two only where it is one. frexp(0) is (0, 0).
     mantissas, exponents = np.frexp(amax.astype(np.float64) / qmax)
     ceilings = np.where(mantissas == 0.5, exponents - 1, exponents)
-    ceilings = np.where(amax == 0, 0, np.maximum(ceilings, -LARGEST_EXPONENT))
-    return (ceilings + BIAS).astype(np.uint8)
+    return (np.maximum(ceilings, -LARGEST_EXPONENT) + BIAS).astype(np.uint8)
 
 
 def divide(values: NDArray[np.float32], codes: NDArray[np.uint8]) -> NDArray[np.float32]:

@@ -46,7 +46,7 @@ def encode(values: NDArray[np.float32]) -> NDArray[np.uint8]:
     """
     if np.isnan(values).any():
         raise ValueError("NaN has no FP4 code")
-    return np.clip(values, -LARGEST, LARGEST).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    return values.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
 
 
 def dequantise(packed: NDArray[np.uint8] | NDArray[np.int8], scales: NDArray[np.uint8]) -> NDArray[np.float32]:

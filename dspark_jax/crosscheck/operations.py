@@ -1,0 +1,60 @@
+"""Recomputes the recorded quantisers, matrix products and dequantised tensors."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.checkpoint.layout import layout
+from dspark_jax.crosscheck.record import Record
+from dspark_jax.model.fake_quant import INDEX_BLOCK, KV_BLOCK, LINEAR_BLOCK, fake_e2m1, fake_e4m3, hadamard, quantise_e4m3
+from dspark_jax.model.model import Model
+from pallas_kernels.block_scaled import BlockScaled
+from pallas_kernels.fp8_linear import fp8_linear
+
+PRODUCTS = {
+    "ops/fp8_gemm_wq_b_f32": "layers.1.attn.wq_b",
+    "ops/fp4_gemm_expert_w1_f32": "layers.2.ffn.experts.3.w1",
+}
+
+
+def operations(model: Model, record: Record) -> Iterator[tuple[str, np.ndarray]]:
+    """Keys below `ops/` and `dequant/`."""
+    for key, match in record.matching(r"dequant/(.+)"):
+        weight = packed_matrix(model, match[1])
+        if weight is not None:
+            yield key, _kept_rows(np.asarray(weight.decode(jnp.float32)), record[key])
+    if "ops/x" not in record:
+        return
+    x = jnp.asarray(record["ops/x"])
+    codes, scale = quantise_e4m3(x, LINEAR_BLOCK)
+    yield "ops/act_quant128/q", np.asarray(codes)
+    yield "ops/act_quant128/scale", np.asarray(scale)
+    yield "ops/act_quant64_inplace", np.asarray(fake_e4m3(x, KV_BLOCK))
+    yield "ops/fp4_act_quant_inplace", np.asarray(fake_e2m1(x, INDEX_BLOCK))
+    yield "ops/hadamard_index", np.asarray(hadamard(x[:, : model.config.index_head_dim]))
+    quantised = fake_e4m3(x, LINEAR_BLOCK).astype(jnp.float32)
+    for key, name in PRODUCTS.items():
+        weight = packed_matrix(model, name)
+        if weight is not None and weight.shape[-1] == x.shape[-1]:
+            yield key, np.asarray(fp8_linear(quantised, weight))
+
+
+def packed_matrix(model: Model, name: str) -> BlockScaled | None:
+    """The packed matrix with this official name (without `.weight`), or None if the model has no such matrix."""
+    found: dict[str, jax.Array] = {}
+    for entry, leaf in zip(layout(model), jax.tree.leaves(model), strict=True):
+        for kind in ("weight", "scale"):
+            if f"{name}.{kind}" in entry.names:
+                found[kind] = leaf[entry.names.index(f"{name}.{kind}")] if entry.stacked else leaf
+                found[entry.dtype] = leaf
+    if not {"weight", "scale"} <= found.keys():
+        return None
+    return BlockScaled(found["weight"], found["scale"], "e2m1" if "I8" in found else "e4m3")
+
+
+def _kept_rows(matrix: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """A record keeps a matrix, its first rows or its last; whichever of the two lies nearer."""
+    first, last = matrix[: len(kept)], matrix[len(matrix) - len(kept) :]
+    return first if np.array_equal(first, kept.astype(np.float32)) else last
