@@ -5,6 +5,7 @@ A query attends to sources: its window, and in layers that compress also entries
 """
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from dspark_jax.model.compressor import compress, visible_entries
 from dspark_jax.model.fake_quant import KV_BLOCK, fake_e4m3
 from dspark_jax.model.indexer import pick_entries
 from dspark_jax.model.linear import linear, rms_norm
+from dspark_jax.model.numerics import Numerics
 from dspark_jax.model.rope import angles_at, rotate
 from dspark_jax.model.rows import Rows, Setting
 from dspark_jax.model.weights import Attention
@@ -70,12 +72,19 @@ def queries(weights: Attention, x: jax.Array, angles: jax.Array, setting: Settin
     config, numerics = setting.config, setting.numerics
     latent = rms_norm(linear(x, weights.wq_a, numerics), weights.q_norm, config.rms_norm_eps, numerics)
     query = linear(latent, weights.wq_b, numerics).reshape(*x.shape[:2], config.num_attention_heads, config.head_dim)
-    # Without a weight, and rounded after every operation, as the official code does it.
-    square = numerics.round(query * query).astype(jnp.float32)
-    mean = numerics.round(jnp.mean(square, axis=-1, keepdims=True))
-    factor = numerics.round(jax.lax.rsqrt(numerics.round(mean + config.rms_norm_eps)))
-    query = numerics.round(query * factor)
-    return latent, numerics.round(rotate(query, angles[:, :, None]))
+    query = numerics.round(rotate(_unit_rms(query, config.rms_norm_eps, numerics), angles[:, :, None]))
+    return latent, query
+
+
+def _unit_rms(query: jax.Array, eps: float, numerics: Numerics) -> jax.Array:
+    """RMS normalisation of each head without a weight, rounded after every operation like the official code."""
+
+    def rounded(x: jax.Array) -> jax.Array:
+        return numerics.round(x).astype(jnp.float32)
+
+    query = query.astype(jnp.float32)
+    mean = rounded(jnp.mean(rounded(query * query), axis=-1, keepdims=True))
+    return numerics.round(query * rounded(numerics.rsqrt(rounded(mean + eps))))
 
 
 def latents(weights: Attention, x: jax.Array, angles: jax.Array, setting: Setting) -> jax.Array:
@@ -107,9 +116,10 @@ def attend(query: jax.Array, sources: Sequence[Source], sink: jax.Array, setting
         jnp.where(source.usable[:, :, None], _dot(query, source.keys, "bthk", "hs") * query.shape[-1] ** -0.5, -jnp.inf)
         for source in sources
     ]
-    largest = sink[:, None]  # including the sink in the maximum is equal, and cannot overflow
-    for score in scores:
-        largest = jnp.maximum(largest, jnp.max(score, axis=-1, keepdims=True))
+    # Like the official kernel, the maximum leaves out the sink, which decides how shares round. A sink so far above all
+    # scores that it overflows makes the output zero, which is its limit.
+    largest = reduce(jnp.maximum, [jnp.max(score, axis=-1, keepdims=True) for score in scores])
+    largest = jnp.where(largest > -jnp.inf, largest, sink[:, None])
     shares = [jnp.exp(score - largest) for score in scores]
     total = jnp.exp(sink[:, None] - largest) + sum(jnp.sum(share, axis=-1, keepdims=True) for share in shares)
     # The official kernel rounds the shares before this product, but sums them unrounded.

@@ -33,8 +33,9 @@ def pick_entries(
     query = linear(latent_query, weights.wq_b, numerics).reshape(*x.shape[:2], heads, width)
     angles = angles_at(setting.rope.compressed, rows.positions)[:, :, None]
     query = _finish(numerics.round(rotate(query, angles)), numerics)
-    head_weights = numerics.round(project(x, weights.weights_proj)) * (width * heads) ** -0.5
+    head_weights = numerics.round(project(x, weights.weights_proj)).astype(jnp.float32) * (width * heads) ** -0.5
     visible = visible_entries(rows, OVERLAP_RATIO)
+    head_weights = numerics.round(head_weights)
     return top_entries(query, head_weights, cache.entries, visible, config.index_topk, numerics), cache
 
 
@@ -83,7 +84,8 @@ def _scores(query: jax.Array, head_weights: jax.Array, entries: jax.Array, numer
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    weighted = numerics.round(jax.nn.relu(numerics.round(dots)) * head_weights[..., None])
+    positive = jax.nn.relu(numerics.round(dots)).astype(jnp.float32)
+    weighted = numerics.round(positive * head_weights[..., None].astype(jnp.float32))
     return numerics.round(jnp.sum(weighted.astype(jnp.float32), axis=2)).astype(jnp.float32)
 
 

@@ -5,6 +5,7 @@ taken at the highest precision, and a product of bfloat16 operands is exact befo
 would have no user.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -23,12 +24,14 @@ class Numerics:
         quantise_linear_inputs: simulate E4M3 inputs, 128 channels a scale, before every FP8 and FP4 matrix.
         quantise_kv: simulate E4M3 keys and entries, 64 channels a scale, on the channels without RoPE.
         quantise_index: rotate the indexer's queries and entries (Hadamard) and simulate E2M1, 32 channels a scale.
+        rsqrt: reciprocal square root of the per-head query norm; the cross-check puts that of PyTorch on a CPU here.
     """
 
     activations: jnp.dtype
     quantise_linear_inputs: bool = False
     quantise_kv: bool = False
     quantise_index: bool = False
+    rsqrt: Callable[[jax.Array], jax.Array] = jax.lax.rsqrt
 
     def round(self, x: jax.Array) -> jax.Array:
         """Rounds `x` to the activation dtype, in a way that XLA may not drop inside a fusion."""

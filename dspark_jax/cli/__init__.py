@@ -1,0 +1,64 @@
+"""The command line `dspark`: a thin face over the library, one file a command.
+
+Results go to stdout, everything else (progress, warnings, errors) to stderr. Exit codes: 0 for success, 1 where a check
+found a difference, 2 for input that cannot be used.
+"""
+
+import sys
+from collections.abc import Sequence
+
+import tyro
+from tyro.extras import SubcommandApp
+
+from dspark_jax.cli import crosscheck, generate, inspect
+from dspark_jax.cli.terminal import one_line_warnings, print_error
+from dspark_jax.errors import DsparkError
+
+DESCRIPTION = """\
+DeepSeek-V4 and its DSpark drafter in JAX: lossless speculative decoding in one jitted loop.
+
+Results go to stdout, progress and errors to stderr. Exit codes: 0 success, 1 a check failed, 2 unusable input.
+
+Examples:
+  dspark generate "Once upon a time" --checkpoint DeepSeek-V4-Flash-0731
+  dspark generate --prompt-ids 1,2,3 --checkpoint tests/golden/tiny-a --json
+  dspark inspect --checkpoint DeepSeek-V4-Flash-0731
+  dspark crosscheck compare --checkpoint tests/golden/tiny-a --record tests/golden/tiny-a/expected.safetensors
+  dspark generate --help"""
+
+CROSSCHECK_DESCRIPTION = "Check this package's numbers against PyTorch's: `crosscheck compare`."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code.
+
+    Args:
+        argv: arguments without the program's name; None for those of the process.
+
+    Raises:
+        SystemExit: after `--help` (code 0), and for options that do not exist or do not parse (code 2).
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    with one_line_warnings():
+        try:
+            return _app().cli(
+                prog="dspark",
+                description=DESCRIPTION,
+                args=arguments,
+                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff),
+            )
+        except DsparkError as error:
+            print_error(str(error))
+            return 2
+        except KeyboardInterrupt:
+            print_error("interrupted.")
+            return 130
+
+
+def _app() -> SubcommandApp:
+    app, crosschecks = SubcommandApp(), SubcommandApp()
+    app.command(generate.generate)
+    app.command(inspect.inspect)
+    crosschecks.command(crosscheck.compare)
+    app.command(crosschecks, name="crosscheck", help=CROSSCHECK_DESCRIPTION)
+    return app
