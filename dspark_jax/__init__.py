@@ -1,10 +1,10 @@
 """DeepSeek-V4 and its DSpark drafter in JAX: load an official checkpoint, run it, and decode speculatively on the device.
 
-    import dspark_jax
+import dspark_jax
 
-    model = dspark_jax.load("DIR", numerics="bfloat16")
-    done = dspark_jax.generate(model, [[1, 2, 3]], max_new_tokens=64)
-    done.tokens[0], done.statistics.accepted_length
+model = dspark_jax.load("DIR", numerics="bfloat16")
+done = dspark_jax.generate(model, [[1, 2, 3]], max_new_tokens=64)
+done.tokens[0], done.statistics.accepted_length
 """
 
 from dspark_jax.checkpoint.load import load

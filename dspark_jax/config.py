@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dspark_jax.errors import ConfigError
+from pallas_kernels.block_scaled import BLOCKS
 
 LayerKind = Literal["sliding", "csa", "hca"]
 
 OVERLAP_RATIO = 4  # the one ratio whose windows overlap and whose entries an indexer selects (CSA)
-FP4_GROUP = 32  # weights along the input axis that share one scale; widths must be multiples of it
-FP8_BLOCK = (128, 128)
+FP4_GROUP = BLOCKS["e2m1"][1]  # widths of expert matrices must be multiples of it
 
 # Facts of the architecture that a checkpoint states and this code relies on.
 FIXED_FIELDS: dict[str, Any] = {
@@ -34,7 +34,7 @@ FIXED_QUANTIZATION: dict[str, Any] = {
     "quant_method": "fp8",
     "fmt": "e4m3",
     "scale_fmt": "ue8m0",
-    "weight_block_size": list(FP8_BLOCK),
+    "weight_block_size": list(BLOCKS["e4m3"]),
 }
 REQUIRED_FIXED = ("model_type", "scoring_func", "expert_dtype")
 
@@ -345,13 +345,21 @@ def _check_consistency(c: ModelConfig, source: str) -> None:
         (len(c.compress_ratios) >= c.num_hidden_layers, "compress_ratios", f"at least {c.num_hidden_layers} entries"),
         (all(r == 0 or r >= OVERLAP_RATIO for r in c.compress_ratios), "compress_ratios", "ratios of 0 or at least 4"),
         (not any(stage_ratios), "compress_ratios", "0 for every drafter stage (the entries past num_hidden_layers)"),
-        (c.num_attention_heads % c.o_groups == 0, "o_groups", f"a divisor of num_attention_heads={c.num_attention_heads}"),
+        (
+            c.num_attention_heads % c.o_groups == 0,
+            "o_groups",
+            f"a divisor of num_attention_heads={c.num_attention_heads}",
+        ),
         (c.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", "an even number"),
         (c.qk_rope_head_dim < c.head_dim, "qk_rope_head_dim", f"less than head_dim={c.head_dim}"),
         (c.qk_rope_head_dim <= c.index_head_dim, "qk_rope_head_dim", f"at most index_head_dim={c.index_head_dim}"),
         (c.index_head_dim.bit_count() == 1, "index_head_dim", "a power of two (Hadamard rotation)"),
         (c.num_experts_per_tok <= c.n_routed_experts, "num_experts_per_tok", f"at most {c.n_routed_experts} experts"),
-        (c.num_hash_layers <= c.num_hidden_layers, "num_hash_layers", f"at most num_hidden_layers={c.num_hidden_layers}"),
+        (
+            c.num_hash_layers <= c.num_hidden_layers,
+            "num_hash_layers",
+            f"at most num_hidden_layers={c.num_hidden_layers}",
+        ),
         (c.hidden_size % FP4_GROUP == 0, "hidden_size", f"a multiple of {FP4_GROUP} (FP4 scale groups)"),
         (c.moe_intermediate_size % FP4_GROUP == 0, "moe_intermediate_size", f"a multiple of {FP4_GROUP}"),
         (all(i < c.vocab_size for i in c.eos_token_id), "eos_token_id", f"ids below vocab_size={c.vocab_size}"),

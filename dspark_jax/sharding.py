@@ -6,7 +6,7 @@ from functools import cache
 from typing import Literal
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 Axis = Literal["vocabulary", "heads", "expert"]
 
@@ -23,7 +23,10 @@ class AxisRules:
 
 
 def sharding_of(
-    mesh: Mesh | None, axes: tuple[Axis | None, ...], shape: tuple[int, ...], rules: AxisRules | None = None
+    mesh: Mesh | AbstractMesh | None,
+    axes: tuple[Axis | None, ...],
+    shape: tuple[int, ...],
+    rules: AxisRules | None = None,
 ) -> Sharding:
     """Where an array with these logical axes lives.
 
@@ -40,12 +43,14 @@ def sharding_of(
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def _mesh_axis(mesh: Mesh, axis: Axis | None, size: int, rules: AxisRules) -> str | None:
+def _mesh_axis(mesh: Mesh | AbstractMesh, axis: Axis | None, size: int, rules: AxisRules) -> str | None:
     name = getattr(rules, axis) if axis else None
     if name is None or name not in mesh.shape:
         return None
     if size % mesh.shape[name]:
-        _log_once(f"axis {axis!r} of size {size} does not divide over mesh axis {name!r} of {mesh.shape[name]}: replicated")
+        _log_once(
+            f"axis {axis!r} of size {size} does not divide over mesh axis {name!r} of {mesh.shape[name]}: replicated"
+        )
         return None
     return name
 

@@ -124,7 +124,8 @@ def fill(
 def read_leaf(entry: Entry, folder: CheckpointFolder, mesh: Mesh | None, config: ModelConfig) -> jax.Array:
     """Reads one leaf, each device's slice by itself."""
 
-    def read_slice(index: tuple[slice, ...]) -> np.ndarray:
+    def read_slice(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         if not entry.stacked:
             return _read_tensor(entry, entry.names[0], index, folder, config)
         experts, rest = entry.names[index[0]], index[1:]

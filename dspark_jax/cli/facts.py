@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from re import match
-from typing import Any, cast
+from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh
 
 from dspark_jax.checkpoint.folder import CheckpointFolder
 from dspark_jax.checkpoint.layout import Entry, layout
@@ -249,7 +249,7 @@ def measure_memory(config: ModelConfig, entries: tuple[Entry, ...], devices: lis
 def weight_bytes_per_device(entries: tuple[Entry, ...], devices: int) -> int:
     """Bytes of weights in memory, on a mesh that splits the experts over `devices` and replicates the rest."""
     # The sharding rules ask a mesh for its shape only, so one without devices will do.
-    mesh = cast(Mesh, AbstractMesh((devices,), ("expert",)))
+    mesh = AbstractMesh((devices,), ("expert",))
     return sum(
         math.prod(sharding_of(mesh, entry.axes, entry.leaf.shape).shard_shape(entry.leaf.shape))
         * entry.leaf.dtype.itemsize

@@ -98,6 +98,8 @@ def compare(directory: str | Path, record: str | Path, progress: Progress | None
 
 def judge(key: str, computed: np.ndarray, recorded: np.ndarray) -> Row:
     """Holds one value to the tolerance of its key."""
+    if re.fullmatch(r"exact/indexer/.+", key):  # picks are sets
+        computed, recorded = np.sort(computed, axis=-1), np.sort(recorded, axis=-1)
     if computed.shape != recorded.shape:
         note = f"shape {list(computed.shape)}, recorded {list(recorded.shape)}"
         return Row(key, np.nan, np.nan, 0.0, _is_judged(key), False, note)
@@ -107,7 +109,7 @@ def judge(key: str, computed: np.ndarray, recorded: np.ndarray) -> Row:
         worst = float(np.max(layers))
         return Row(key, _max_abs(computed, recorded), worst, LAYER_RMS, True, worst <= LAYER_RMS, note)
     if np.issubdtype(recorded.dtype, np.integer) or _is_bitwise(key):
-        wrong = _differing(key, computed, recorded)
+        wrong = _differing(computed, recorded)
         return Row(key, float(wrong), _relative_rms(computed, recorded), 0.0, _is_judged(key), wrong == 0, "discrete")
     error, tolerance = _max_abs(computed, recorded), _tolerance(key, recorded)
     return Row(key, error, _relative_rms(computed, recorded), tolerance, _is_judged(key), error <= tolerance)
@@ -129,10 +131,8 @@ def _tolerance(key: str, recorded: np.ndarray) -> float:
     return ABSOLUTE
 
 
-def _differing(key: str, computed: np.ndarray, recorded: np.ndarray) -> int:
-    """Number of values that differ: picks of the indexer as sets, floats by their bits."""
-    if re.fullmatch(r"exact/indexer/.+", key):
-        computed, recorded = np.sort(computed, axis=-1), np.sort(recorded, axis=-1)
+def _differing(computed: np.ndarray, recorded: np.ndarray) -> int:
+    """Number of values that differ, floats by their bits."""
     if not np.issubdtype(recorded.dtype, np.integer):
         computed, recorded = (np.asarray(x, np.float32).view(np.int32) for x in (computed, recorded))
     return int(np.sum(computed != recorded))

@@ -61,7 +61,9 @@ def _prompt(record: Record, sequences: dict[str, Run], seen: dict[str, Sequence]
 
 
 def _fed(model: Model, record: Record, sequences: dict[str, Run]) -> Values:
-    steps = feed(model, {name: sequences[name] for name in ("main", "tiny") if name in sequences and sequences[name].rest})
+    steps = feed(
+        model, {name: sequences[name] for name in ("main", "tiny") if name in sequences and sequences[name].rest}
+    )
     if "main" in steps:
         yield from _first(record, "exact/decode/logits", steps["main"].logits)
         yield from _first(record, "exact/decode/main_hidden", steps["main"].taps)
@@ -88,7 +90,9 @@ def _short(model: Model, record: Record, seen: dict[str, Sequence]) -> Values:
     if "exact/sinkhorn/mixes" in record:  # from the recorded mixes, so that the split is held to its own tolerance
         mixed = jnp.asarray(record["exact/sinkhorn/mixes"])
         split = split_mixes(mixed, site.base[...], site.scale[...], config.hc_sinkhorn_iters, config.hc_eps)
-        yield from zip(("exact/sinkhorn/pre", "exact/sinkhorn/post", "exact/sinkhorn/comb"), map(np.asarray, split), strict=True)
+        yield from zip(
+            ("exact/sinkhorn/pre", "exact/sinkhorn/post", "exact/sinkhorn/comb"), map(np.asarray, split), strict=True
+        )
 
 
 def _emitted(model: Model, record: Record, sequences: dict[str, Run], seen: dict[str, Sequence]) -> Values:
@@ -125,8 +129,8 @@ def _drafts(model: Model, record: Record, sequences: dict[str, Run], seen: dict[
     for name, begins in places.items():
         part = slice(offset, offset := offset + len(begins))
         one = jax.tree.map(lambda values, part=part: values[part], step)
-        anchors = np.array([begin.anchor for begin in begins])
-        drafts = {"output_ids": np.concatenate([anchors[:, None], one.ids], axis=1), "confidence": one.confidence}
+        output_ids = np.concatenate([[[begin.anchor] for begin in begins], one.ids], axis=1)
+        drafts = {"output_ids": output_ids, "confidence": one.confidence}
         if name == "draft":
             first, last = 0, len(begins) - 1
             drafts |= {

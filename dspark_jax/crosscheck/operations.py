@@ -8,7 +8,15 @@ import numpy as np
 
 from dspark_jax.checkpoint.layout import layout
 from dspark_jax.crosscheck.record import Record
-from dspark_jax.model.fake_quant import INDEX_BLOCK, KV_BLOCK, LINEAR_BLOCK, fake_e2m1, fake_e4m3, hadamard, quantise_e4m3
+from dspark_jax.model.fake_quant import (
+    INDEX_BLOCK,
+    KV_BLOCK,
+    LINEAR_BLOCK,
+    fake_e2m1,
+    fake_e4m3,
+    hadamard,
+    quantise_e4m3,
+)
 from dspark_jax.model.model import Model
 from pallas_kernels.block_scaled import BlockScaled
 from pallas_kernels.fp8_linear import fp8_linear

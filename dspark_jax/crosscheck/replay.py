@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from dspark_jax.crosscheck.record import Run
 from dspark_jax.decoding.forward import Forward, forward
 from dspark_jax.decoding.generate import PREFILL_CHUNK, start
 from dspark_jax.decoding.state import State, bucket
-from dspark_jax.model.cache import drafter_cache
+from dspark_jax.model.cache import TargetCache, drafter_cache
 from dspark_jax.model.drafter import DraftStep, draft_step, main_features, remember
 from dspark_jax.model.model import Model
 from dspark_jax.model.rows import Rows, Setting
@@ -46,24 +47,30 @@ def replay(model: Model, runs: dict[str, Run]) -> dict[str, Sequence]:
     ids = np.zeros((len(runs), max(len(run.ids) for run in runs.values())), np.int32)
     for row, run in zip(ids, runs.values(), strict=True):
         row[: len(run.ids)] = run.ids
-    out = jax.tree.map(np.asarray, forward(model, ids, internals=True))
+    out = forward(model, ids, internals=True)
     return {name: _sequence(out, row, len(run.ids)) for row, (name, run) in enumerate(runs.items())}
 
 
 def _sequence(out: Forward, row: int, n: int) -> Sequence:
     assert out.seen is not None
-    layers = out.seen.layers
-    order = [np.argsort(layer.routing.picks[row, :n], axis=-1) for layer in layers]
-    routed = [(layer.routing, one) for layer, one in zip(layers, order, strict=True)]
+    one = jax.tree.map(lambda values: np.asarray(values[row, :n]), out)
+    layers = one.seen.layers
+    order = [np.argsort(layer.routing.picks, axis=-1) for layer in layers]
     return Sequence(
-        logits=out.logits[row, :n],
-        taps=out.taps[row, :n],
-        streams=np.stack([layer.streams[row, :n] for layer in layers]),
-        collapsed=out.seen.collapsed[row, :n],
-        router_picks=[np.take_along_axis(r.picks[row, :n], one, axis=-1) for r, one in routed],
-        router_weights=[np.take_along_axis(r.weights[row, :n], one, axis=-1) for r, one in routed],
+        logits=one.logits,
+        taps=one.taps,
+        streams=np.stack([layer.streams for layer in layers]),
+        collapsed=one.seen.collapsed,
+        router_picks=[
+            np.take_along_axis(layer.routing.picks, ascending, axis=-1)
+            for layer, ascending in zip(layers, order, strict=True)
+        ],
+        router_weights=[
+            np.take_along_axis(layer.routing.weights, ascending, axis=-1)
+            for layer, ascending in zip(layers, order, strict=True)
+        ],
         index_picks={
-            number: np.sort(layer.index_picks[row, :n], axis=-1)
+            number: np.sort(layer.index_picks, axis=-1)
             for number, layer in enumerate(layers)
             if layer.index_picks is not None
         },
@@ -110,16 +117,19 @@ def feed(model: Model, runs: dict[str, Run]) -> dict[str, Steps]:
 
 
 @partial(jax.jit, static_argnames="steps")
-def _feed(model: Model, setting: Setting, state: State, steps: int) -> tuple[jax.Array, jax.Array, dict[int, jax.Array]]:
+def _feed(
+    model: Model, setting: Setting, state: State, steps: int
+) -> tuple[jax.Array, jax.Array, dict[int, jax.Array]]:
     """Logits [steps, B, V], taps [steps, B, ...] and index picks of the first row of each decoding step."""
-    first = state.length - 1
+    assert model.target is not None
+    target, first = model.target, state.length - 1
 
-    def step(cache, number):  # type: ignore[no-untyped-def]
+    def step(cache: TargetCache, number: jax.Array) -> tuple[TargetCache, tuple]:
         position = first + number
         token = jnp.take_along_axis(state.tokens, position[:, None], axis=1, mode="clip")
         ids = jnp.pad(token, [(0, 0), (0, model.block_size)])
         rows = Rows(ids, position, (position < state.limit).astype(jnp.int32))
-        passed = target_step(model.target, model.vocabulary, rows, cache, setting)
+        passed = target_step(target, model.vocabulary, rows, cache, setting)
         picks = {
             layer: seen.index_picks[:, 0]
             for layer, seen in enumerate(passed.seen.layers)
@@ -144,8 +154,8 @@ class Start:
     anchor: int
 
 
-def draft_at(model: Model, starts: list[Start]) -> tuple[DraftStep, np.ndarray]:
-    """Drafts at every start, one batch row each: the step as NumPy arrays, and the features [B, d] of the last position."""
+def draft_at(model: Model, starts: list[Start]) -> tuple[Any, np.ndarray]:
+    """Drafts at every start, one batch row each: a `DraftStep` of NumPy arrays, and features [B, d] of the last position."""
     window = model.config.sliding_window
     taps = np.zeros((len(starts), window, starts[0].taps.shape[-1]), starts[0].taps.dtype)
     for row, begin in zip(taps, starts, strict=True):

@@ -1,5 +1,6 @@
 """Generation for people: lists of token ids in, lists and statistics out."""
 
+import logging
 import operator
 import warnings
 from collections.abc import Sequence
@@ -18,7 +19,10 @@ from dspark_jax.errors import RequestError, SilentDrafterError
 from dspark_jax.model.model import Model
 from dspark_jax.model.rows import Setting
 
+_log = logging.getLogger(__name__)
+
 PREFILL_CHUNK = 256
+POSITION_LIMIT = 1 << 24  # RoPE angles are float32 products; beyond this, positions are no longer exact
 STOP_SLOTS = 8  # stop ids are padded to a multiple of this, so that their number compiles nothing
 
 
@@ -56,7 +60,7 @@ def generate(
         stop_ids: ids that end a completion; None for the config's EOS, () for none.
 
     Raises:
-        RequestError: no target, no prompt, an empty prompt, an id outside the vocabulary, a negative number.
+        RequestError: no target, no prompt, an empty prompt, an id outside the vocabulary, a negative or absurd number.
         SilentDrafterError: the drafter was allowed to draft and never offered a finite draft.
     """
     if model.target is None:
@@ -67,6 +71,7 @@ def generate(
     new_tokens = _count(max_new_tokens, "max_new_tokens")
     drafts = _draft_tokens(draft_tokens, model.block_size)
     stops = model.config.eos_token_id if stop_ids is None else tuple(stop_ids)
+    _check_length(max(map(len, ids)) + new_tokens, model.config.max_position_embeddings)
     state = run(model, ids, [new_tokens] * len(ids), [drafts] * len(ids), stops)
     return _completions(state, ids)
 
@@ -94,9 +99,7 @@ def run(
 
 
 @partial(jax.jit, static_argnames="chunk")
-def start(
-    model: Model, setting: Setting, tokens: jax.Array, length: jax.Array, limit: jax.Array, chunk: int
-) -> State:
+def start(model: Model, setting: Setting, tokens: jax.Array, length: jax.Array, limit: jax.Array, chunk: int) -> State:
     """A prefilled state, compiled once for a batch size, a capacity and a chunk; arguments as for `initial_state`."""
     return prefill(model, setting, initial_state(model, tokens, length, limit), chunk)
 
@@ -129,6 +132,13 @@ def _count(value: int, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
         raise RequestError(f"{name} is {value!r}; expected an integer of at least 0.")
     return int(value)
+
+
+def _check_length(length: int, trained: int) -> None:
+    if length > POSITION_LIMIT:
+        raise RequestError(f"prompt and max_new_tokens make {length} positions; expected at most {POSITION_LIMIT}.")
+    if length > trained:
+        _log.warning("prompt and max_new_tokens make %d positions; the model was trained for %d", length, trained)
 
 
 def _draft_tokens(wanted: int | None, block: int) -> int:

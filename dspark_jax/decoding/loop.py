@@ -99,9 +99,7 @@ def _propose(
     drafter = model.drafter
 
     def draft() -> tuple[jax.Array, jax.Array]:
-        step = draft_step(
-            drafter, model.vocabulary, state.drafter, anchor, state.length - 1, allowed > 0, setting
-        )
+        step = draft_step(drafter, model.vocabulary, state.drafter, anchor, state.length - 1, allowed > 0, setting)
         sound = jnp.all(jnp.isfinite(step.logits), axis=-1)
         return step.ids, jnp.sum(jnp.cumprod(sound.astype(jnp.int32), axis=1), axis=1)
 

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 
 from dspark_jax.decoding.statistics import Counters
 from dspark_jax.model.cache import DrafterCache, TargetCache, drafter_cache, target_cache

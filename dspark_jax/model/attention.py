@@ -5,13 +5,13 @@ A query attends to sources: its window, and in layers that compress also entries
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.config import OVERLAP_RATIO
 from dspark_jax.model.cache import LayerCache, append
 from dspark_jax.model.compressor import compress, visible_entries
 from dspark_jax.model.fake_quant import KV_BLOCK, fake_e4m3
@@ -46,19 +46,37 @@ def target_attention(
     latent_query, query = queries(weights, x, angles, setting)
     window, view = append(cache.window, rows, latents(weights, x, angles, setting), config.sliding_window)
     sources = [Source(view.values, in_window(view.positions, rows, config.sliding_window))]
-    attention, index, picks = cache.attention, cache.index, None
-    if weights.compressor is not None:
-        attention = compress(
-            weights.compressor, x, attention, rows, ratio, lambda e: quantise_latent(e, setting), setting
-        )
-    if ratio == OVERLAP_RATIO:
-        picks, index = pick_entries(weights.indexer, x, latent_query, index, rows, setting)
-        sources.append(Source(_gather(attention.entries, picks), picks >= 0))
-    elif ratio:
-        numbers = jnp.arange(attention.entries.shape[1], dtype=jnp.int32)
-        sources.append(Source(attention.entries, numbers < visible_entries(rows, ratio)[..., None]))
+    cache, picks = replace(cache, window=window), None
+    if ratio:
+        source, cache, picks = _entries(weights, x, latent_query, cache, rows, ratio, setting)
+        sources.append(source)
     mixed = attend(query, sources, weights.attn_sink[...], setting)
-    return output(weights, mixed, angles, setting), (LayerCache(window, attention, index), picks)
+    return output(weights, mixed, angles, setting), (cache, picks)
+
+
+def _entries(
+    weights: Attention,
+    x: jax.Array,
+    latent_query: jax.Array,
+    cache: LayerCache,
+    rows: Rows,
+    ratio: int,
+    setting: Setting,
+) -> tuple[Source, LayerCache, jax.Array | None]:
+    """Compresses this step's tokens; the entries to attend to, the cache with the new ones, and the indexer's picks."""
+    assert weights.compressor is not None
+    assert cache.attention is not None
+    attention = compress(
+        weights.compressor, x, cache.attention, rows, ratio, lambda entry: quantise_latent(entry, setting), setting
+    )
+    if weights.indexer is None:
+        numbers = jnp.arange(attention.entries.shape[1], dtype=jnp.int32)
+        source = Source(attention.entries, numbers < visible_entries(rows, ratio)[..., None])
+        return source, replace(cache, attention=attention), None
+    assert cache.index is not None
+    picks, index = pick_entries(weights.indexer, x, latent_query, cache.index, rows, setting)
+    source = Source(_gather(attention.entries, picks), picks >= 0)
+    return source, replace(cache, attention=attention, index=index), picks
 
 
 def in_window(positions: jax.Array, rows: Rows, window: int) -> jax.Array:
@@ -113,7 +131,7 @@ def attend(query: jax.Array, sources: Sequence[Source], sink: jax.Array, setting
         Activations [B, T, H, D]; zeros for a row that may see nothing.
     """
     scores = [
-        jnp.where(source.usable[:, :, None], _dot(query, source.keys, "bthk", "hs") * query.shape[-1] ** -0.5, -jnp.inf)
+        jnp.where(source.usable[:, :, None], _scores(query, source.keys) * query.shape[-1] ** -0.5, -jnp.inf)
         for source in sources
     ]
     # Like the official kernel, the maximum leaves out the sink, which decides how shares round. A sink so far above all
@@ -124,7 +142,7 @@ def attend(query: jax.Array, sources: Sequence[Source], sink: jax.Array, setting
     total = jnp.exp(sink[:, None] - largest) + sum(jnp.sum(share, axis=-1, keepdims=True) for share in shares)
     # The official kernel rounds the shares before this product, but sums them unrounded.
     rounded = [setting.numerics.round(share) for share in shares]
-    mixed = sum(_dot(share, s.keys, "bths", "hk") for share, s in zip(rounded, sources, strict=True))
+    mixed = sum(_mix(share, source.keys) for share, source in zip(rounded, sources, strict=True))
     return setting.numerics.round(mixed / total)
 
 
@@ -144,16 +162,17 @@ def output(weights: Attention, mixed: jax.Array, angles: jax.Array, setting: Set
     return linear(numerics.round(ranks).reshape(*mixed.shape[:2], -1), weights.wo_b, numerics)
 
 
-def _dot(x: jax.Array, keys: jax.Array, x_axes: str, out_axes: str) -> jax.Array:
-    """Contracts rows with keys that are common ([B, S, D]) or their own ([B, T, S, D]); float32."""
-    key_axes = "bsk" if keys.ndim == 3 else "btsk"
-    return jnp.einsum(
-        f"{x_axes},{key_axes}->bt{out_axes}",
-        x,
-        keys,
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
+def _scores(query: jax.Array, keys: jax.Array) -> jax.Array:
+    """Float32 [B, T, H, S]. Keys are the left operand: as the right one a CPU would transpose, and so copy, the cache."""
+    axes = "bsk,bthk->bsth" if keys.ndim == 3 else "btsk,bthk->btsh"
+    dots = jnp.einsum(axes, keys, query, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    return jnp.moveaxis(dots, 1, -1) if keys.ndim == 3 else jnp.swapaxes(dots, 2, 3)
+
+
+def _mix(shares: jax.Array, values: jax.Array) -> jax.Array:
+    """Shares [B, T, H, S] times values of all rows or of each: float32 [B, T, H, D]."""
+    axes = "bths,bsk->bthk" if values.ndim == 3 else "bths,btsk->bthk"
+    return jnp.einsum(axes, shares, values, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 def _gather(entries: jax.Array, picks: jax.Array) -> jax.Array:

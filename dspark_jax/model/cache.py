@@ -102,6 +102,8 @@ def write(cache: jax.Array, slots: jax.Array, values: jax.Array, keep: jax.Array
         values: [B, T, ...].
         keep: bool [B, T].
     """
+    if keep.size == 1:  # XLA turns a scatter of one row into a select over the whole cache; a dropped row prevents it
+        slots, values, keep = (jnp.pad(x, [(0, 0), (0, 1)] + [(0, 0)] * (x.ndim - 2)) for x in (slots, values, keep))
     beyond = cache.shape[1] + jnp.arange(slots.shape[1], dtype=jnp.int32)
     slots = jnp.where(keep, slots, beyond)
     batch = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]

@@ -20,9 +20,7 @@ def read_streams(weights: HyperConnection, streams: jax.Array, setting: Setting)
     """Activations [B, T, n, d] -> the input of a half-block [B, T, d], and how its output is written."""
     config = setting.config
     mixed = mixes(streams, weights.fn[...], config.rms_norm_eps)
-    pre, post, comb = split_mixes(
-        mixed, weights.base[...], weights.scale[...], config.hc_sinkhorn_iters, config.hc_eps
-    )
+    pre, post, comb = split_mixes(mixed, weights.base[...], weights.scale[...], config.hc_sinkhorn_iters, config.hc_eps)
     return setting.numerics.round(collapse(streams, pre)), Site(post, comb)
 
 

@@ -76,17 +76,21 @@ def top_entries(
 
 
 def _scores(query: jax.Array, head_weights: jax.Array, entries: jax.Array, numerics: Numerics) -> jax.Array:
-    """float32 [B, T, S]; rounded to the activation dtype after each operation, like the official einsum."""
+    """float32 [B, T, S]; rounded to the activation dtype after each operation, like the official einsum.
+
+    Entries are the left operand: as the right one a CPU would transpose, and so copy, the cache in every step.
+    """
     dots = jnp.einsum(
-        "bthk,bsk->bths",
-        query,
+        "bsk,bthk->bsth",
         entries,
+        query,
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
     positive = jax.nn.relu(numerics.round(dots)).astype(jnp.float32)
-    weighted = numerics.round(positive * head_weights[..., None].astype(jnp.float32))
-    return numerics.round(jnp.sum(weighted.astype(jnp.float32), axis=2)).astype(jnp.float32)
+    weighted = numerics.round(positive * head_weights[:, None].astype(jnp.float32))
+    scores = numerics.round(jnp.sum(weighted.astype(jnp.float32), axis=-1))
+    return jnp.swapaxes(scores, 1, 2).astype(jnp.float32)
 
 
 def _finish(x: jax.Array, numerics: Numerics) -> jax.Array:

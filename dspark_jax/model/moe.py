@@ -59,6 +59,7 @@ def route(weights: Gate, x: jax.Array, ids: jax.Array, setting: Setting) -> Rout
     if weights.tid2eid is not None:
         picks = weights.tid2eid[...][ids]
     else:
+        assert weights.bias is not None
         picks = jax.lax.top_k(scores + weights.bias[...], config.num_experts_per_tok)[1]
     picked = jnp.take_along_axis(scores, picks, axis=-1)
     share = picked / jnp.sum(picked, axis=-1, keepdims=True)

@@ -5,14 +5,14 @@ Attributes are named after the checkpoint's tensors, so that `checkpoint.layout`
 Every leaf of a newly built module is a `jax.ShapeDtypeStruct`.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dspark_jax.config import FP4_GROUP, FP8_BLOCK, OVERLAP_RATIO, ModelConfig
-from pallas_kernels.block_scaled import BlockScaled
+from dspark_jax.config import OVERLAP_RATIO, ModelConfig
+from pallas_kernels.block_scaled import BLOCKS, BlockScaled
 
 
 class Packed(nnx.Variable):
@@ -23,8 +23,8 @@ class Table(nnx.Variable):
     """A frozen table of integers."""
 
 
-def abstract(dtype: jax.typing.DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
-    """A leaf that is still to be filled."""
+def abstract(dtype: jax.typing.DTypeLike, *shape: int) -> Any:
+    """A leaf that is still to be filled: a `jax.ShapeDtypeStruct` in the place of an array."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -40,13 +40,14 @@ def f32(*shape: int) -> nnx.Param:
 
 def fp8(out: int, into: int) -> Packed:
     """An E4M3 matrix with one E8M0 scale for 128 x 128 values; ragged last blocks are cut."""
-    scales = abstract(jnp.uint8, -(-out // FP8_BLOCK[0]), -(-into // FP8_BLOCK[1]))
+    rows, columns = BLOCKS["e4m3"]
+    scales = abstract(jnp.uint8, -(-out // rows), -(-into // columns))
     return Packed(BlockScaled(abstract(jnp.uint8, out, into), scales, "e4m3"))
 
 
 def fp4_stack(experts: int, out: int, into: int) -> Packed:
     """One E2M1 matrix an expert, two values a byte along the input axis, one E8M0 scale for 32 of them."""
-    scales = abstract(jnp.uint8, experts, out, into // FP4_GROUP)
+    scales = abstract(jnp.uint8, experts, out, into // BLOCKS["e2m1"][1])
     return Packed(BlockScaled(abstract(jnp.uint8, experts, out, into // 2), scales, "e2m1"))
 
 

@@ -45,10 +45,15 @@ def mxfp4_experts(
     visits = jnp.argsort(~awake, stable=True)[:slots]  # awake experts first, both groups ascending
 
     def visit(expert: jax.Array) -> jax.Array:
-        one = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False), (gate, up, down))
+        own = [
+            jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False), matrices)
+            for matrices in (gate, up, down)
+        ]
         chosen = (picks == expert) & live[:, None]
         weight = jnp.sum(jnp.where(chosen, weights, 0), axis=-1)
-        return jnp.where(jnp.any(chosen, axis=-1, keepdims=True), _expert(x, weight, *one, limit, hidden_input), 0)
+        return jnp.where(
+            jnp.any(chosen, axis=-1, keepdims=True), _expert(x, weight, own[0], own[1], own[2], limit, hidden_input), 0
+        )
 
     def add(total: jax.Array, expert: jax.Array) -> tuple[jax.Array, None]:
         return jax.lax.cond(awake[expert], lambda: total + visit(expert), lambda: total), None
