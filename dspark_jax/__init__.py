@@ -1,4 +1,5 @@
-"""DeepSeek-V4 and its DSpark drafter in JAX: load an official checkpoint, run it, and decode speculatively on the device.
+"""DeepSeek-V4 and its DSpark drafter in JAX: load an official checkpoint, run it, and decode speculatively on the
+device.
 
 import dspark_jax
 

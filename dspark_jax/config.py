@@ -1,7 +1,7 @@
 """What a checkpoint says it is: `config.json` as frozen dataclasses, checked field by field.
 
-Fields keep their Hugging Face names. Whatever can be derived is derived: layer kinds come from `compress_ratios`, and so
-does the number of drafter stages, because `num_nextn_predict_layers` says 1 where three stages are stored.
+Fields keep their Hugging Face names. Whatever can be derived is derived: layer kinds come from `compress_ratios`, and
+so does the number of drafter stages, because `num_nextn_predict_layers` says 1 where three stages are stored.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ class DrafterConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A DeepSeek-V4 model and, where `drafter` is not None, its DSpark drafter. Field names are those of `config.json`."""
+    """A DeepSeek-V4 model and, unless `drafter` is None, its DSpark drafter. Field names are those of `config.json`."""
 
     vocab_size: int
     hidden_size: int

@@ -16,7 +16,7 @@ CODE_RMS = {"F8_E4M3": 1.2, "I8": 2.9}  # of the codes drawn below, before scali
 
 
 def random_model(config: ModelConfig, numerics: str = "float32", seed: int = 0, parts: Sequence[Part] = PARTS) -> Model:
-    """A model whose activations keep their size from layer to layer, and whose routers and indexers have clear margins."""
+    """A model whose activations keep their size from layer to layer."""
     abstract = abstract_model(config, numerics_of(numerics), parts)
     entries = layout(abstract)
     widths = {name: entry.shape[-1] for entry in entries for name in entry.names}

@@ -1,7 +1,7 @@
 """The one table between the official files and the module tree: name, dtype, shape, place, logical axes.
 
-Module attributes carry the checkpoint's names, so the table is a walk of the abstract tree with a handful of renames; what
-a module cannot know is written here: the dtype on disk, and which axes may be sharded.
+Module attributes carry the checkpoint's names, so the table is a walk of the abstract tree with a handful of renames;
+what a module cannot know is written here: the dtype on disk, and which axes may be sharded.
 """
 
 import re
@@ -54,7 +54,8 @@ _PLACES = (
 )
 _HYPER_CONNECTION = re.compile(r"(hc_attn|hc_ffn|hc_head)\.(fn|base|scale)$")
 
-# Which axis of which weight may be split, by the end of the module path (the official tensor-parallel split, and experts).
+# Which axis of which weight may be split, by the end of the module path (the official tensor-parallel split, and
+# experts).
 _AXES: tuple[tuple[str, tuple[Axis | None, ...]], ...] = (
     (r"vocabulary\.(embed|head)", ("vocabulary", None)),
     (r"markov_w[12]", ("vocabulary", None)),

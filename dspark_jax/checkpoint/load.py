@@ -32,8 +32,8 @@ def load(
 ) -> Model:
     """Loads a checkpoint in the official layout.
 
-    Packed weights stay packed. Every tensor that the parts need is consumed exactly once; on a mesh each device's slices
-    are read and no more.
+    Packed weights stay packed. Every tensor that the parts need is consumed exactly once; on a mesh each device's
+    slices are read and no more.
 
     Args:
         directory: folder with `config.json`, `model.safetensors.index.json` and the shards. Only the shards that the

@@ -34,7 +34,8 @@ TORCH_VECTOR_STEP = 32  # bfloat16 values that one turn of PyTorch's AVX2 loop t
 
 def torch_cpu_rsqrt(x: jax.Array) -> jax.Array:
     """torch.rsqrt of a bfloat16 tensor on a CPU: values past the last whole vector step are rounded between root and
-    reciprocal, too. (Found from the golden records, whose last rows differ from one rounding; PyTorch 2.13 confirms it.)
+    reciprocal, too. (Found from the golden records, whose last rows differ from one rounding; PyTorch 2.13 confirms
+    it.)
 
     Args:
         x: float32 with bfloat16 values, in the order of the PyTorch tensor.

@@ -43,7 +43,7 @@ class Sequence:
 
 
 def replay(model: Model, runs: dict[str, Run]) -> dict[str, Sequence]:
-    """Every sequence in one pass of the target; the shorter ones are padded at the end, which nothing before it sees."""
+    """Every sequence in one pass of the target, the shorter ones padded at the end, where nothing before it looks."""
     ids = np.zeros((len(runs), max(len(run.ids) for run in runs.values())), np.int32)
     for row, run in zip(ids, runs.values(), strict=True):
         row[: len(run.ids)] = run.ids
@@ -155,7 +155,7 @@ class Start:
 
 
 def draft_at(model: Model, starts: list[Start]) -> tuple[Any, np.ndarray]:
-    """Drafts at every start, one batch row each: a `DraftStep` of NumPy arrays, and features [B, d] of the last position."""
+    """Drafts at every start, one batch row each: a `DraftStep` in NumPy, and features [B, d] of the last position."""
     window = model.config.sliding_window
     taps = np.zeros((len(starts), window, starts[0].taps.shape[-1]), starts[0].taps.dtype)
     for row, begin in zip(taps, starts, strict=True):

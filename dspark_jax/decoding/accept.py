@@ -10,8 +10,8 @@ class Verdict(NamedTuple):
     """Outcome of one round.
 
     Attributes:
-        tokens: int32 [B, 1+g], what the target emits after each row; up to row `accepted` these are the drafts themselves
-            and then the bonus.
+        tokens: int32 [B, 1+g], what the target emits after each row; up to row `accepted` these are the drafts
+            themselves and then the bonus.
         accepted: int32 [B], leading drafts that equal the target's choice.
     """
 

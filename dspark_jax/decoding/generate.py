@@ -48,15 +48,15 @@ def generate(
 ) -> Completions:
     """Completes prompts greedily; drafting, verification and acceptance stay on the device until all are done.
 
-    The tokens do not depend on `draft_tokens`: with the same batch size and capacity every draft length, 0 included, runs
-    the same program, and its logits have the same bits.
+    The tokens do not depend on `draft_tokens`: with the same batch size and capacity every draft length, 0 included,
+    runs the same program, and its logits have the same bits.
 
     Args:
         model: with a target; without a drafter decoding is plain.
         prompts: token ids, one list a prompt, of any lengths.
         max_new_tokens: budget of each prompt.
-        draft_tokens: drafts offered in a round; None for the trained block. More than the block is clamped with a warning,
-            since a longer block than the trained one degrades every draft.
+        draft_tokens: drafts offered in a round; None for the trained block. More than the block is clamped with a
+            warning, since a longer block than the trained one degrades every draft.
         stop_ids: ids that end a completion; None for the config's EOS, () for none.
 
     Raises:

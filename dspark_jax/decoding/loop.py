@@ -1,8 +1,8 @@
 """Prefill and the decoding loop: pure functions on a `State`, made to be called inside `jax.jit`.
 
-A round drafts from the anchor, runs anchor and drafts through the target, and commits what the target agrees with plus one
-token of its own. Every round has `1 + block` rows a sequence, whatever is drafted: plain decoding is the same program with
-one live row, so greedy output has the same bits for every draft length.
+A round drafts from the anchor, runs anchor and drafts through the target, and commits what the target agrees with
+plus one token of its own. Every round has `1 + block` rows a sequence, whatever is drafted: plain decoding is the
+same program with one live row, so greedy output has the same bits for every draft length.
 """
 
 from dataclasses import replace
@@ -90,7 +90,8 @@ def _propose(
 ) -> tuple[jax.Array, jax.Array]:
     """Drafts int32 [B, g] and how many of them are offered, int32 [B].
 
-    A draft whose distribution is not finite is no draft: it ends the offer, and a drafter that never offers is an error.
+    A draft whose distribution is not finite is no draft: it ends the offer, and a drafter that never offers is an
+        error.
     The drafter is not run in a round in which no sequence may draft.
     """
     shape = (anchor.shape[0], model.block_size)

@@ -16,8 +16,8 @@ from dspark_jax.decoding.accept import Commit
 class Counters:
     """Cumulative counts of each sequence; g is the trained block.
 
-    A round is one verification step of a running sequence. A round that stops at an accepted draft counts only the drafts
-    up to it, offered and accepted alike, and no bonus.
+    A round is one verification step of a running sequence. A round that stops at an accepted draft counts only the
+    drafts up to it, offered and accepted alike, and no bonus.
 
     Attributes:
         rounds: int32 [B].
@@ -70,7 +70,8 @@ class Statistics:
         offering_rounds: for each draft position, rounds that offered it.
         reached_rounds: for each draft position, rounds that offered it and accepted all before it.
         accepting_rounds: for each draft position, rounds that accepted it.
-        prefix_acceptance_per_offering_round: accepting / offering rounds, for each draft position; None where none offered.
+        prefix_acceptance_per_offering_round: accepting / offering rounds, for each draft position; None where none
+            offered.
         conditional_acceptance_per_reached_round: accepting / reached rounds, for each draft position; None where none.
     """
 

@@ -1,7 +1,7 @@
 """Attention: low-rank queries, one latent vector a position that is key and value of every head, and a sink.
 
-A query attends to sources: its window, and in layers that compress also entries, all of them (HCA) or the indexer's picks
-(CSA). Sources are scored separately and share one softmax; concatenating them would copy the caches.
+A query attends to sources: its window, and in layers that compress also entries, all of them (HCA) or the indexer's
+picks (CSA). Sources are scored separately and share one softmax; concatenating them would copy the caches.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from dspark_jax.model.weights import Attention
 
 
 class Source(NamedTuple):
-    """Keys, which are values too: activations [B, S, D] for all rows, or [B, T, S, D] for each; `usable` bool [B, T, S]."""
+    """Keys, which are values too: activations [B, S, D] for all rows or [B, T, S, D] for each; usable: bool [B, T, S]."""
 
     keys: jax.Array
     usable: jax.Array
@@ -163,7 +163,7 @@ def output(weights: Attention, mixed: jax.Array, angles: jax.Array, setting: Set
 
 
 def _scores(query: jax.Array, keys: jax.Array) -> jax.Array:
-    """Float32 [B, T, H, S]. Keys are the left operand: as the right one a CPU would transpose, and so copy, the cache."""
+    """Float32 [B, T, H, S]. Keys are the left operand: a CPU would transpose, and so copy, a cache on the right."""
     axes = "bsk,bthk->bsth" if keys.ndim == 3 else "btsk,bthk->btsh"
     dots = jnp.einsum(axes, keys, query, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     return jnp.moveaxis(dots, 1, -1) if keys.ndim == 3 else jnp.swapaxes(dots, 2, 3)

@@ -1,8 +1,9 @@
 """Caches addressed by absolute position: rolling back is not advancing the length.
 
-A ring keeps position p in slot `p mod R`. A row may need the `span` newest positions up to its own, and a step of at most
-`width` rows may be rolled back to its first, so R = span + width - 1 slots suffice: a rejected row lies in a slot that its
-true token overwrites before anybody may read it, and until then its slot stands for a position outside every window.
+A ring keeps position p in slot `p mod R`. A row may need the `span` newest positions up to its own, and a step of at
+most `width` rows may be rolled back to its first, so R = span + width - 1 slots suffice: a rejected row lies in a
+slot that its true token overwrites before anybody may read it, and until then its slot stands for a position outside
+every window.
 
 One primitive writes everything: `write`, a scatter that drops dead rows.
 """

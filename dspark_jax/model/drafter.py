@@ -1,7 +1,7 @@
 """The DSpark drafter: one bidirectional pass over a block, then a short sequential chain over its slots.
 
-Slot 0 holds the anchor and slots 1 ... g-1 a noise token; slot i stands at position anchor + i and predicts the token after
-it. Keys are the context, computed from taps of committed tokens only, and the block itself.
+Slot 0 holds the anchor and slots 1 ... g-1 a noise token; slot i stands at position anchor + i and predicts the token
+after it. Keys are the context, computed from taps of committed tokens only, and the block itself.
 """
 
 from dataclasses import dataclass
@@ -97,7 +97,7 @@ def draft_step(
 def _block_attention(
     weights: Attention, x: jax.Array, context: jax.Array, rows: Rows, setting: Setting
 ) -> tuple[jax.Array, None]:
-    """Every slot sees the same keys: the filled slots of the context ring, and the whole block, later slots included."""
+    """Every slot sees the same keys: the filled slots of the context ring and the whole block, later slots too."""
     angles = angles_at(setting.rope.plain, rows.positions)
     _, query = queries(weights, x, angles, setting)
     filled = ring_positions(context.shape[1], rows.start - 1) >= 0

@@ -1,7 +1,7 @@
 """The activation quantisations that the official code simulates, and the rotation before the coarsest one.
 
-Source: spec of the official kernels: per block of channels the scale is the power of two 2^ceil(log2(max|x| / qmax)), values
-are rounded to nearest even in the small format, and what goes on is value times scale.
+Source: spec of the official kernels: per block of channels the scale is the power of two 2^ceil(log2(max|x| / qmax)),
+values are rounded to nearest even in the small format, and what goes on is value times scale.
 """
 
 import jax
@@ -24,7 +24,7 @@ _E2M1_FLOOR = np.float32(6 * 2.0**-126)
 
 
 def quantise_e4m3(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """E4M3 values and their scales: float [..., c] -> float32 [..., c] on the E4M3 grid, float32 [..., ceil(c/block)]."""
+    """E4M3 values and their scales: float [..., c] -> float32 [..., c] on the grid, float32 [..., ceil(c/block)]."""
     blocks = _blocks(x, block)
     scale = _scale(blocks, _E4M3_FLOOR, _RECIPROCAL_E4M3_MAX)
     values = decode_e4m3(encode_e4m3(blocks / scale))

@@ -78,7 +78,7 @@ def top_entries(
 def _scores(query: jax.Array, head_weights: jax.Array, entries: jax.Array, numerics: Numerics) -> jax.Array:
     """float32 [B, T, S]; rounded to the activation dtype after each operation, like the official einsum.
 
-    Entries are the left operand: as the right one a CPU would transpose, and so copy, the cache in every step.
+    Entries are the left operand: a CPU would transpose, and so copy, a cache on the right.
     """
     dots = jnp.einsum(
         "bsk,bthk->bsth",

@@ -15,7 +15,7 @@ from pallas_kernels.mxfp4_experts.reference import swiglu
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Routing:
-    """The experts of each row: `picks` int32 [..., k] and `weights` float32 [..., k], which sum to the routed scaling factor."""
+    """Experts of each row: `picks` int32 [..., k], `weights` float32 [..., k] that sum to the routed scaling factor."""
 
     picks: jax.Array
     weights: jax.Array
@@ -53,7 +53,7 @@ def mixture_of_experts(
 
 
 def route(weights: Gate, x: jax.Array, ids: jax.Array, setting: Setting) -> Routing:
-    """Scores experts by sqrt(softplus(logit)); picks by token id where there is a table, else the best biased scores."""
+    """Scores experts by sqrt(softplus(logit)); picks by token id if there is a table, else the best biased scores."""
     config = setting.config
     scores = jnp.sqrt(jax.nn.softplus(project(x, weights.weight)))
     if weights.tid2eid is not None:

@@ -52,7 +52,7 @@ def fp4_stack(experts: int, out: int, into: int) -> Packed:
 
 
 class HyperConnection(nnx.Module):
-    """Mixing weights of one site: `fn` [m, n*d], `base` [m], `scale` [3 or 1], all float32; m = (2+n)*n, or n at a head."""
+    """Mixing weights of a site: `fn` [m, n*d], `base` [m], `scale` [3 or 1], float32; m = (2+n)*n, or n at a head."""
 
     def __init__(self, config: ModelConfig, site: Literal["block", "head"]) -> None:
         n = config.hc_mult

@@ -23,8 +23,8 @@ def mxfp4_experts(
 ) -> jax.Array:
     """Weighted sum of the picked experts of each row.
 
-    Experts are visited one by one in ascending order, each with all rows, so that a row's sum has one order whatever the
-    other rows pick; an expert that no live row picked is not decoded.
+    Experts are visited one by one in ascending order, each with all rows, so that a row's sum has one order whatever
+    the other rows pick; an expert that no live row picked is not decoded.
 
     Args:
         x: float32 or bfloat16 [N, d], as the gate and up matrices see it.

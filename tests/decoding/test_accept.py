@@ -19,7 +19,7 @@ def expected_round(
     accepted = 0
     while accepted < offered and drafts[accepted] == choices[accepted]:
         accepted += 1
-    tokens = drafts[:accepted] + [choices[accepted]]
+    tokens = [*drafts[:accepted], choices[accepted]]
     for end, token in enumerate(tokens, start=1):
         if token in stops and end <= accepted:
             return tokens[:end], end, end, 0

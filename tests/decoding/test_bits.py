@@ -28,7 +28,7 @@ def verify(model: Model, setting: Setting, rows: Rows, cache: TargetCache) -> tu
 
 
 class Steps:
-    """A prefilled batch of the golden loop prompt in every row, to be advanced by verification steps of any live count."""
+    """Verification steps of any live count on a golden checkpoint, all of them one program."""
 
     def __init__(self, golden: Path, numerics: str) -> None:
         self.model = dspark_jax.load(golden, numerics=numerics)
