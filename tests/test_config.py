@@ -1,4 +1,4 @@
-"""The configuration: official and tiny files read as the specification states them, and every refusal names its reason."""
+"""The configuration: official and tiny files read as the specification has them; every refusal names its reason."""
 
 import dataclasses
 import json

@@ -1,10 +1,9 @@
 """States addressed by position: chunks, rollbacks and neighbours change nothing that a later token can see.
 
-Each configuration compiles two programs: a decoding step of WIDTH rows, which writes its rings and then reads them, and a
-prefill step of CHUNK rows, more than any ring holds. Everything else is data: who starts where, and how many rows live.
+Each configuration compiles two programs: a decoding step of WIDTH rows, which writes its rings and then reads them, and
+a prefill step of CHUNK rows, more than any ring holds. All else is data: who starts where, and how many rows live.
 """
 
-import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -32,7 +31,7 @@ from dspark_jax.model.drafter import DraftStep, draft_step, remember
 from dspark_jax.model.rows import Rows, Setting
 from dspark_jax.model.target import lm_logits, target_step
 
-BATCH, WIDTH, CHUNK, CAPACITY = 16, 8, 160, 288
+BATCH, WIDTH, CHUNK, CAPACITY = 16, 8, 144, 288
 WITH_DRAFTER = [name for name, config in CONFIGS.items() if config.drafter]
 
 State = dict[str, Array]
@@ -117,7 +116,7 @@ class Lab:
         return Step(np.stack(outputs, axis=1), cache)
 
     def judge(self, what: str, wrong: Array, tokens: Array, first: Array, stop: Array) -> None:
-        """Fails for each wrong row whose choices between `first` and `stop` had clear margins, and counts the others."""
+        """Fails for a wrong row whose choices between `first` and `stop` had clear margins, and counts the others."""
         self.tally.compared += len(wrong)
         for row in np.flatnonzero(wrong):
             gaps = smallest_margins(target(self.config, self.weights, tokens[row, : stop[row]]))[first[row] :]
@@ -241,7 +240,7 @@ def check_chunks(lab: Lab, seed: int, length: Array, plan: list[tuple[int, Array
 
 
 @few
-@given(seed=seeds, length=per_row(st.integers(1, CHUNK)), plan=st.lists(calls, min_size=1, max_size=6))
+@given(seed=seeds, length=per_row(st.integers(1, CHUNK)), plan=st.lists(calls, min_size=1, max_size=4))
 def test_any_chunks_give_the_same_result(lab: Lab, seed: int, length: list[int], plan: list) -> None:
     plan = [(width, np.array(counts) % (width + 1)) for width, counts in plan]
     check_chunks(lab, seed, np.array(length), plan)
@@ -294,7 +293,7 @@ def test_any_rollbacks_leave_the_state_of_single_steps(lab: Lab, seed: int, star
 
 
 def test_rollback_at_every_phase(lab: Lab) -> None:
-    """From each of 128 successive positions, which cross two multiples of 128, a step of eight rows keeps one to eight."""
+    """From each of 128 successive positions, across two multiples of 128, a step of eight rows keeps one to eight."""
     tokens = random_ids(lab.config, BATCH, CAPACITY, seed=3)
     first = 128 - WIDTH // 2 + WIDTH * np.arange(BATCH)
     base, full = lab.prefill(tokens, first), np.full(BATCH, WIDTH)
@@ -331,8 +330,8 @@ def test_rings_have_no_slot_to_spare(span: int, shorter: int, kept: bool) -> Non
 def test_short_rings_lose_what_a_rollback_needs(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The planted fault: rings for steps of six rows, and a step of eight of which one is kept.
 
-    A ring that is one row too short makes a step read the old ring and its own rows behind it, for which it is just long
-    enough; so the first size that fails is two rows too short.
+    In rings that are one row too short a step reads the old ring and its own rows behind it, for which they are just
+    long enough; so the first size that fails is two rows too short.
     """
     lab = make_lab("every-kind", tmp_path_factory, Tally())
     tokens = random_ids(lab.config, BATCH, CAPACITY, seed=4)
@@ -399,31 +398,26 @@ def test_dead_rows_write_nothing_and_their_ids_do_not_matter(lab: Lab, scene: Sc
     count = np.array([0, 1, 2, 0, 5, 8, 0, 3, 4, 6, 0, 7, 8, 1, 0, 8])
     ids = rows_at(scene.tokens, scene.length, width)
     dead = np.arange(width) >= count[:, None]
-    steps = [
-        lab.run(scene.cache, np.where(dead, other, ids), scene.length, count)
-        for other in (ids, 0, -1, lab.config.vocab_size + 7)
-    ]
-    for step in steps:
-        np.testing.assert_array_equal(live_rows(step.outputs, count), live_rows(steps[0].outputs, count))
-        for before, after, first in zip(*map(leaves_of, (scene.cache, step.cache, steps[0].cache)), strict=True):
-            np.testing.assert_array_equal(after[count == 0], before[count == 0])
-            np.testing.assert_array_equal(after, first)
-    assert any((a != b).any() for a, b in zip(leaves_of(scene.cache), leaves_of(steps[0].cache), strict=True))
+    odd_ids = np.where(dead, np.resize([-1, lab.config.vocab_size + 7, 0], ids.shape), ids)
+    step, odd = (lab.run(scene.cache, chosen, scene.length, count) for chosen in (ids, odd_ids))
+    np.testing.assert_array_equal(live_rows(odd.outputs, count), live_rows(step.outputs, count))
+    for before, after, odd_after in zip(*map(leaves_of, (scene.cache, step.cache, odd.cache)), strict=True):
+        np.testing.assert_array_equal(after[count == 0], before[count == 0])
+        np.testing.assert_array_equal(odd_after, after)
 
 
-@pytest.mark.parametrize("row", [0, 7, BATCH - 1])
-def test_a_row_is_untouched_by_what_its_neighbours_hold(lab: Lab, scene: Scene, row: int) -> None:
-    """One sequence keeps its tokens, every other one gets other tokens, other lengths and other counts."""
-    count = np.full(BATCH, WIDTH)
-    alone = lab.run(scene.cache, rows_at(scene.tokens, scene.length, WIDTH), scene.length, count)
-    others = np.arange(BATCH) != row
-    tokens = np.where(others[:, None], random_ids(lab.config, BATCH, CAPACITY, seed=6), scene.tokens)
-    length = np.where(others, np.roll(scene.length, 5), scene.length)
-    busy = np.where(others, np.arange(BATCH) % (WIDTH + 1), WIDTH)
-    crowd = lab.run(lab.prefill(tokens, length), rows_at(tokens, length, WIDTH), length, busy)
-    np.testing.assert_array_equal(crowd.outputs[row], alone.outputs[row])
-    for left, right in zip(leaves_of(crowd.cache), leaves_of(alone.cache), strict=True):
-        np.testing.assert_array_equal(left[row], right[row])
+def test_a_row_is_untouched_by_what_its_neighbours_hold(lab: Lab, scene: Scene) -> None:
+    """Some sequences stay as they are, the others get other tokens, lengths and counts, from the prefill on."""
+    same = np.isin(np.arange(BATCH), [0, 7, 9, BATCH - 1])
+    other = random_ids(lab.config, BATCH, CAPACITY, seed=6)
+    tokens = np.where(same[:, None], scene.tokens, other)
+    length = np.where(same, scene.length, np.roll(scene.length, 5))
+    busy = np.where(same, WIDTH, np.arange(BATCH) % (WIDTH + 1))
+    crowd = lab.feed(lab.prefill(tokens, length), tokens, length, busy)
+    quiet = lab.feed(scene.cache, scene.tokens, scene.length, np.full(BATCH, WIDTH))
+    np.testing.assert_array_equal(crowd.outputs[same], quiet.outputs[same])
+    for left, right in zip(leaves_of(crowd.cache), leaves_of(quiet.cache), strict=True):
+        np.testing.assert_array_equal(left[same], right[same])
 
 
 def test_a_rollback_leaves_the_other_rows_untouched(lab: Lab, scene: Scene) -> None:
@@ -452,27 +446,14 @@ def test_what_stale_slots_hold_does_not_matter(lab: Lab, scene: Scene) -> None:
 
 
 def with_stale_slots(lab: Lab, scene: Scene, value: float) -> TargetCache:
-    """The scene's cache with `value` in each slot that `visible_state` leaves out."""
-    marked = jax.tree.map(
-        lambda leaf: jnp.zeros_like(leaf) + jnp.arange(leaf.size).reshape(leaf.shape) + 1, scene.cache
-    )
-    seen = visible_state(marked, scene.length, lab.config)
-    numbers = iter(range(len(lab.config.layer_ratios)))
-    layers = []
-    for number, layer in zip(numbers, scene.cache.layers, strict=True):
-        parts = {"window": _keep(layer.window, seen[f"{number}/window"], value)}
-        for name in ("attention", "index"):
-            part = getattr(layer, name)
-            if part is not None:
-                kept = {k: _keep(getattr(part, k), seen[f"{number}/{name}/{k}"], value) for k in ("ring", "entries")}
-                parts[name] = dataclasses.replace(part, **kept)
-        layers.append(dataclasses.replace(layer, **parts))
-    return TargetCache(tuple(layers))
-
-
-def _keep(values: jax.Array, seen: Array, value: float) -> jax.Array:
-    numbers = np.arange(values.size).reshape(values.shape) + 1
-    return jnp.where(jnp.asarray(np.isin(numbers, seen.astype(int))), values, value)
+    """The scene's cache with `value` in each slot that `visible_state` leaves out, found by numbering all slots."""
+    leaves, structure = jax.tree.flatten(scene.cache)
+    ends = np.cumsum([leaf.size for leaf in leaves])
+    numbers = [np.arange(end - leaf.size, end).reshape(leaf.shape) + 1 for leaf, end in zip(leaves, ends, strict=True)]
+    state = visible_state(jax.tree.unflatten(structure, numbers), scene.length, lab.config)
+    seen = np.concatenate([part.ravel() for part in state.values()])
+    kept = [np.where(np.isin(n, seen), leaf, np.float32(value)) for n, leaf in zip(numbers, leaves, strict=True)]
+    return jax.tree.unflatten(structure, map(jnp.asarray, kept))
 
 
 # The drafter's context -----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Six tiny models that between them have every kind of layer and every odd size, shared by the tests of states and layers.
+"""Six tiny models that between them have every kind of layer and odd sizes, for the tests of states and of the model.
 
 Weights come from NumPy, which compiles nothing: a model takes milliseconds.
 """
@@ -21,6 +21,11 @@ from dspark_jax.model.numerics import numerics_of
 TOLERANCE = 3e-4  # of logits, taps, streams and caches, all of size one
 NEAR_TIE = 1e-5  # float32 decides a choice whose margin is smaller by its rounding
 
+
+def without_drafter(config: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(config, compress_ratios=config.layer_ratios, drafter=None)
+
+
 CONFIGS = {
     "every-kind": ModelConfig.tiny(
         num_hidden_layers=4,
@@ -28,6 +33,7 @@ CONFIGS = {
         dspark_target_layer_ids=[1, 2, 3],
     ),
     "ragged-blocks": ModelConfig.tiny(
+        num_hidden_layers=2,
         hidden_size=160,
         num_attention_heads=3,
         head_dim=48,
@@ -37,7 +43,7 @@ CONFIGS = {
         o_lora_rank=44,
         moe_intermediate_size=160,
         sliding_window=11,
-        compress_ratios=[4, 128, 0, 0, 0, 0],
+        compress_ratios=[4, 128, 0, 0, 0],
         index_n_heads=40,
         index_topk=2,
         num_hash_layers=0,
@@ -45,7 +51,7 @@ CONFIGS = {
         hc_eps=1e-3,
         rms_norm_eps=1e-3,
         dspark_block_size=7,
-        dspark_target_layer_ids=[0, 2],
+        dspark_target_layer_ids=[0, 1],
     ),
     "two-streams": ModelConfig.tiny(
         num_hidden_layers=2,
@@ -59,17 +65,21 @@ CONFIGS = {
         dspark_target_layer_ids=[1],
         dspark_markov_rank=5,
     ),
-    "without-drafter": dataclasses.replace(
-        ModelConfig.tiny(compress_ratios=[128, 4, 128, 0], sliding_window=20, num_experts_per_tok=3),
-        compress_ratios=(128, 4, 128),
-        drafter=None,
+    "without-drafter": without_drafter(
+        ModelConfig.tiny(
+            num_hidden_layers=2,
+            sliding_window=20,
+            compress_ratios=[128, 4, 0],
+            num_experts_per_tok=3,
+            dspark_target_layer_ids=[0],
+        )
     ),
     "wide-window": ModelConfig.tiny(
         sliding_window=128,
         compress_ratios=[0, 128, 4, 0],
         num_hash_layers=0,
         hc_sinkhorn_iters=1,
-        dspark_target_layer_ids=[0, 1],
+        dspark_target_layer_ids=[0, 2],
     ),
     "narrow-window": ModelConfig.tiny(
         sliding_window=3,
@@ -120,8 +130,9 @@ def _draw(entry: Entry, config: ModelConfig, rng: np.random.Generator) -> Array:
 
 
 def _middle_scale(name: str, config: ModelConfig) -> int:
-    """A scale with which the rows of a packed matrix have a norm of about one; codes have an RMS of about 1.2 and 2.9."""
-    return 127 - round(math.log2((2.9 if ".experts." in name else 1.2) * math.sqrt(config.hidden_size)))
+    """A scale that gives the rows of a packed matrix a norm of about one."""
+    rms_of_codes = 2.9 if ".experts." in name else 1.2
+    return 127 - round(math.log2(rms_of_codes * math.sqrt(config.hidden_size)))
 
 
 def _draw_float(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
@@ -130,4 +141,4 @@ def _draw_float(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> 
         return 1 + 0.1 * noise
     if len(shape) == 1 or name.endswith("ape"):
         return 0.3 * noise
-    return noise if name in ("embed.weight",) or "markov_w1" in name else noise / math.sqrt(shape[-1])
+    return noise if name == "embed.weight" or "markov_w1" in name else noise / math.sqrt(shape[-1])

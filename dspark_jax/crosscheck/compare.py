@@ -98,8 +98,8 @@ def compare(directory: str | Path, record: str | Path, progress: Progress | None
 
 def judge(key: str, computed: np.ndarray, recorded: np.ndarray) -> Row:
     """Holds one value to the tolerance of its key."""
-    if re.fullmatch(r"exact/indexer/.+", key):  # picks are sets
-        computed, recorded = np.sort(computed, axis=-1), np.sort(recorded, axis=-1)
+    if re.fullmatch(r"exact/indexer/.+", key):
+        computed, recorded = _as_sets(computed, recorded)
     if computed.shape != recorded.shape:
         note = f"shape {list(computed.shape)}, recorded {list(recorded.shape)}"
         return Row(key, np.nan, np.nan, 0.0, _is_judged(key), False, note)
@@ -129,6 +129,13 @@ def _tolerance(key: str, recorded: np.ndarray) -> float:
     if key.startswith("ops/"):
         return PRODUCT * max(1.0, float(np.max(np.abs(recorded.astype(np.float32)), initial=0)))
     return ABSOLUTE
+
+
+def _as_sets(*picks: np.ndarray) -> list[np.ndarray]:
+    """Picks in ascending order, with as many unused ones (-1) in front as the widest has columns."""
+    width = max(values.shape[-1] for values in picks)
+    pads = [[(0, 0)] * (values.ndim - 1) + [(width - values.shape[-1], 0)] for values in picks]
+    return [np.sort(np.pad(v, pad, constant_values=-1), axis=-1) for v, pad in zip(picks, pads, strict=True)]
 
 
 def _differing(computed: np.ndarray, recorded: np.ndarray) -> int:

@@ -79,7 +79,7 @@ def _short(model: Model, record: Record, seen: dict[str, Sequence]) -> Values:
         yield "exact/short/hc_streams", short.streams
         yield "exact/short/hc_head_out", short.collapsed
         yield "exact/short/logits_last", short.logits[-1]
-    if not record.group("exact/sinkhorn") or model.target is None:
+    if not record.group("exact/sinkhorn") or model.target is None or len(model.target.layers) <= SINKHORN_LAYER:
         return
     config, site = model.config, model.target.layers[SINKHORN_LAYER].hc_attn
     yield "exact/sinkhorn/scale", np.asarray(site.scale[...])
@@ -107,7 +107,7 @@ def _emitted(model: Model, record: Record, sequences: dict[str, Run], seen: dict
     for row, (name, run) in zip(tokens, emitting.items(), strict=True):
         key = "exact/greedy/tokens" if name == "greedy" else f"exact/{name}/stream"
         yield key, row[len(run.prompt) : len(run.ids)]
-    if "exact/greedy/margins" in record:
+    if "greedy" in emitting:
         logits = np.sort(seen["greedy"].logits[len(sequences["greedy"].prompt) - 1 : -1], axis=-1)
         yield "exact/greedy/margins", logits[:, -1] - logits[:, -2]
 
@@ -115,13 +115,14 @@ def _emitted(model: Model, record: Record, sequences: dict[str, Run], seen: dict
 def _drafts(model: Model, record: Record, sequences: dict[str, Run], seen: dict[str, Sequence]) -> Values:
     """The drafter at the recorded positions, all of them in one batch."""
     places = {}
-    if record.group("exact/draft"):
-        positions, anchors = record["exact/draft/start_pos"], record.ids("exact/draft/anchor_ids")
+    if {"exact/draft/start_pos", "exact/draft/anchor_ids"} <= set(record.keys) and "main" in sequences:
+        positions = record.positions("exact/draft/start_pos", below=len(sequences["main"].ids))
+        anchors = record.ids("exact/draft/anchor_ids")
         places["draft"] = [Start(seen["main"].taps[: p + 1], a) for p, a in zip(positions, anchors, strict=True)]
-    for name in (name for name in sequences if name.startswith("loop")):
-        ids = np.array(sequences[name].ids)
-        positions = record[f"exact/{name}/start_pos"]
-        places[name] = [Start(seen[name].taps[: p + 1], int(ids[p + 1])) for p in positions]
+    for name in (name for name in sequences if f"exact/{name}/start_pos" in record):
+        ids = sequences[name].ids
+        positions = record.positions(f"exact/{name}/start_pos", below=len(ids) - 1)
+        places[name] = [Start(seen[name].taps[: p + 1], ids[p + 1]) for p in positions]
     if not places:
         return
     step, features = draft_at(model, [begin for begins in places.values() for begin in begins])
@@ -143,7 +144,8 @@ def _drafts(model: Model, record: Record, sequences: dict[str, Run], seen: dict[
                 "last_stages": np.stack([stage[last] for stage in one.stages]),
             }
         else:
-            drafts |= _verified(seen[name], sequences[name], record[f"exact/{name}/start_pos"], one.ids)
+            decoded = np.array([len(begin.taps) for begin in begins]) - 1
+            drafts |= _verified(seen[name], sequences[name], decoded, one.ids)
         yield from ((f"exact/{name}/{key}", values) for key, values in drafts.items())
 
 

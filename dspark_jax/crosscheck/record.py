@@ -10,13 +10,16 @@ import numpy as np
 from dspark_jax.checkpoint.safetensors import SafetensorsFile
 from dspark_jax.config import ModelConfig
 from dspark_jax.decoding.generate import check_ids
-from dspark_jax.errors import CheckpointError
+from dspark_jax.errors import RequestError
 
 INPUTS = re.compile(
     r"exact/(prompt_ids|decode/forced_ids|short/prompt_ids|tiny/(prompt|forced)_ids|greedy/prompt_ids"
     r"|draft/(start_pos|anchor_ids)|loop\w*/(prompt_ids|start_pos))|ops/x"
 )
 """Keys that are replayed rather than compared."""
+
+PROMPT_ALONE = ("main", "short", "tiny")
+"""Sequences that say something even if nothing follows their prompt."""
 
 
 class Record:
@@ -43,12 +46,21 @@ class Record:
         """Token ids, checked against the vocabulary.
 
         Raises:
-            CheckpointError: the record lacks the key.
             RequestError: an id is outside the vocabulary, or there is none.
         """
-        if key not in self:
-            raise CheckpointError(f"{self.path}: {key} is missing, and other keys of its group need it to be replayed.")
         return check_ids(self[key].ravel().tolist(), self._config.vocab_size, f"{self.path}: {key}")
+
+    def positions(self, key: str, below: int) -> list[int]:
+        """Positions in a sequence.
+
+        Raises:
+            RequestError: one is not in 0 ... below-1.
+        """
+        values = [int(value) for value in self[key].ravel()]
+        for value in values:
+            if not 0 <= value < below:
+                raise RequestError(f"{self.path}: {key} holds position {value}; expected 0 to {below - 1}.")
+        return values
 
     def group(self, prefix: str) -> bool:
         """Whether any key lies below `prefix/`."""
@@ -78,19 +90,22 @@ class Run:
 
 
 def runs(record: Record) -> dict[str, Run]:
-    """The sequences that a record holds, by the prefix of their keys; `main` is the one at the top level."""
-    found = {}
-    if "exact/prompt_ids" in record:
-        forced = record.ids("exact/decode/forced_ids") if "exact/decode/forced_ids" in record else []
-        found["main"] = Run(record.ids("exact/prompt_ids"), forced)
-    if record.group("exact/short"):
-        found["short"] = Run(record.ids("exact/short/prompt_ids"), [])
-    if record.group("exact/tiny"):
-        forced = record.ids("exact/tiny/forced_ids") if "exact/tiny/forced_ids" in record else []
-        found["tiny"] = Run(record.ids("exact/tiny/prompt_ids"), forced)
-    if record.group("exact/greedy"):
-        found["greedy"] = Run(record.ids("exact/greedy/prompt_ids"), record.ids("exact/greedy/tokens"))
+    """The sequences that a record holds whole, by the prefix of their keys; `main` is the one at the top level.
+
+    Raises:
+        RequestError: an id is outside the vocabulary.
+    """
+    places = {
+        "main": ("exact/prompt_ids", "exact/decode/forced_ids"),
+        "short": ("exact/short/prompt_ids", None),
+        "tiny": ("exact/tiny/prompt_ids", "exact/tiny/forced_ids"),
+        "greedy": ("exact/greedy/prompt_ids", "exact/greedy/tokens"),
+    }
     for _, match in record.matching(r"exact/(loop\w*)/prompt_ids"):
-        name = match[1]
-        found[name] = Run(record.ids(f"exact/{name}/prompt_ids"), record.ids(f"exact/{name}/stream"))
+        places[match[1]] = (f"exact/{match[1]}/prompt_ids", f"exact/{match[1]}/stream")
+    found = {}
+    for name, (prompt, rest) in places.items():
+        fed = rest is not None and rest in record
+        if prompt in record and (fed or name in PROMPT_ALONE):
+            found[name] = Run(record.ids(prompt), record.ids(rest) if fed else [])
     return found

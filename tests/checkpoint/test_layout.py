@@ -1,4 +1,4 @@
-"""The layout table against the official release, spelled out from its published headers, and against the golden files."""
+"""The layout table against the official release, spelled out from its published headers, and the golden files."""
 
 import json
 import math

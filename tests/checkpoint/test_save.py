@@ -1,4 +1,4 @@
-"""Saving: what was loaded comes back byte for byte, sharded as the official release is, and never over something else."""
+"""Saving: what was loaded comes back byte for byte, sharded as the official release, and never over something else."""
 
 import json
 import os
