@@ -31,7 +31,7 @@ from dspark_jax.model.drafter import DraftStep, draft_step, remember
 from dspark_jax.model.rows import Rows, Setting
 from dspark_jax.model.target import lm_logits, target_step
 
-BATCH, WIDTH, CHUNK, CAPACITY = 16, 8, 144, 288
+BATCH, WIDTH, CHUNK, CAPACITY = 8, 8, 144, 288
 WITH_DRAFTER = [name for name, config in CONFIGS.items() if config.drafter]
 
 State = dict[str, Array]
@@ -294,19 +294,18 @@ def test_any_rollbacks_leave_the_state_of_single_steps(lab: Lab, seed: int, star
 
 def test_rollback_at_every_phase(lab: Lab) -> None:
     """From each of 128 successive positions, across two multiples of 128, a step of eight rows keeps one to eight."""
-    tokens = random_ids(lab.config, BATCH, CAPACITY, seed=3)
-    first = 128 - WIDTH // 2 + WIDTH * np.arange(BATCH)
-    base, full = lab.prefill(tokens, first), np.full(BATCH, WIDTH)
-    for start in (first + phase for phase in range(WIDTH)):
-        plain = base
+    tokens, each = random_ids(lab.config, BATCH, CAPACITY, seed=3), 128 // BATCH
+    first = 124 + each * np.arange(BATCH)
+    base, full, one = lab.prefill(tokens, first), np.full(BATCH, WIDTH), np.ones(BATCH, int)
+    for start in (first + phase for phase in range(each)):
+        plain = [Step(np.zeros(0), base)]
         for keep in range(1, WIDTH + 1):
-            step = verify(lab, base, tokens, start, full, np.full(BATCH, keep), seed=keep)
-            reference = lab.feed(plain, tokens, start + keep - 1, np.ones(BATCH, int))
-            plain = reference.cache
-            wrong = differs(step.outputs[:, keep - 1 : keep], reference.outputs[:, :1])
-            wrong |= state_differs(*(visible_state(s.cache, start + keep, lab.config) for s in (step, reference)))
+            plain.append(lab.feed(plain[-1].cache, tokens, start + keep - 1, one))
+            step = verify(lab, base, tokens, start, full, keep * one, seed=keep)
+            wrong = differs(step.outputs[:, keep - 1 : keep], plain[-1].outputs[:, :1])
+            wrong |= state_differs(*(visible_state(s.cache, start + keep, lab.config) for s in (step, plain[-1])))
             lab.judge(f"keep {keep}", wrong, tokens, first, start + keep)
-        base = lab.feed(base, tokens, start, np.ones(BATCH, int)).cache
+        base = plain[1].cache
 
 
 # Sizes of the rings --------------------------------------------------------------------------------------------------
@@ -389,13 +388,13 @@ class Scene:
 @pytest.fixture(scope="module")
 def scene(lab: Lab) -> Scene:
     tokens = random_ids(lab.config, BATCH, CAPACITY, seed=5)
-    length = np.array([0, 1, 2, 3, 4, 7, 8, 30, 61, 119, 126, 127, 128, 131, 200, CAPACITY - WIDTH])
+    length = np.array([0, 1, 4, 30, 119, 126, 131, CAPACITY - WIDTH])
     return Scene(tokens, length, lab.prefill(tokens, length))
 
 
 @pytest.mark.parametrize("width", [WIDTH, CHUNK])
 def test_dead_rows_write_nothing_and_their_ids_do_not_matter(lab: Lab, scene: Scene, width: int) -> None:
-    count = np.array([0, 1, 2, 0, 5, 8, 0, 3, 4, 6, 0, 7, 8, 1, 0, 8])
+    count = np.array([3, 8, 0, 1, 0, 5, 7, 8])
     ids = rows_at(scene.tokens, scene.length, width)
     dead = np.arange(width) >= count[:, None]
     odd_ids = np.where(dead, np.resize([-1, lab.config.vocab_size + 7, 0], ids.shape), ids)
@@ -408,7 +407,7 @@ def test_dead_rows_write_nothing_and_their_ids_do_not_matter(lab: Lab, scene: Sc
 
 def test_a_row_is_untouched_by_what_its_neighbours_hold(lab: Lab, scene: Scene) -> None:
     """Some sequences stay as they are, the others get other tokens, lengths and counts, from the prefill on."""
-    same = np.isin(np.arange(BATCH), [0, 7, 9, BATCH - 1])
+    same = np.isin(np.arange(BATCH), [1, 4, 7])
     other = random_ids(lab.config, BATCH, CAPACITY, seed=6)
     tokens = np.where(same[:, None], scene.tokens, other)
     length = np.where(same, scene.length, np.roll(scene.length, 5))

@@ -1,0 +1,150 @@
+"""What only a GPU can show. Run `JAX_PLATFORMS=cuda,cpu pytest -n 0 -s tests/test_gpu.py` on a machine that has one."""
+
+import re
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from random_model import random_model
+from safetensors.numpy import load_file
+
+import dspark_jax
+from dspark_jax.config import ModelConfig
+from dspark_jax.crosscheck.compare import compare
+from dspark_jax.decoding.generate import finish, start
+from dspark_jax.formats import e4m3, mxfp4
+from dspark_jax.model.indexer import top_entries
+from dspark_jax.model.model import Model
+from dspark_jax.model.numerics import PRESETS
+from pallas_kernels.block_scaled import BlockScaled
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU, and JAX_PLATFORMS=cuda,cpu")
+
+
+def test_packed_weights_decode_to_the_bit() -> None:
+    """All FP8 codes times all scales, and all FP4 codes times all scales, float32 subnormals included."""
+    finite = np.array([code for code in range(256) if code & 0x7F != 0x7F], np.uint8)
+    codes = np.repeat(np.repeat(finite[None], 256, axis=0), 128, axis=0)
+    scales = np.repeat(np.arange(255, dtype=np.uint8)[:, None], 2, axis=1)
+    codes = np.pad(codes[: 255 * 128], [(0, 0), (0, 2)])
+    ours = jax.jit(BlockScaled.decode)(BlockScaled(jnp.asarray(codes), jnp.asarray(scales), "e4m3"))
+    assert np.array_equal(np.asarray(ours).view(np.uint32), e4m3.dequantise(codes, scales).view(np.uint32))
+
+    packed = np.tile(np.arange(16, dtype=np.uint8) | np.arange(15, -1, -1, dtype=np.uint8) << 4, (255, 1))
+    scales = np.arange(255, dtype=np.uint8)[:, None]
+    ours = jax.jit(BlockScaled.decode)(BlockScaled(jnp.asarray(packed), jnp.asarray(scales), "e2m1"))
+    assert np.array_equal(np.asarray(ours).view(np.uint32), mxfp4.dequantise(packed, scales).view(np.uint32))
+
+
+def test_golden_records_compare_clean(golden: Path) -> None:
+    report = compare(golden, golden / "expected.safetensors")
+    rows = {row.key: row for row in report.rows}
+    for key in ("exact/prefill_logits", "exact/decode/logits", "exact/draft/logits", "inference/short/hc_streams"):
+        print(f"\n{golden.name} {key}: max abs {rows[key].max_abs:.1e} relative {rows[key].relative:.1e}", end="")
+    assert report.ok, [row for row in report.rows if row.judged and not row.ok]
+
+
+@pytest.mark.parametrize("numerics", ["float32", "bfloat16", "official"])
+def test_every_draft_length_gives_the_same_tokens(golden: Path, numerics: str) -> None:
+    model = dspark_jax.load(golden, numerics=numerics)
+    recorded = load_file(golden / "expected.safetensors")
+    prompts = [recorded[f"exact/{name}/prompt_ids"].tolist() for name in ("greedy", "loop", "loop_tiny")]
+    all_tokens = [
+        dspark_jax.generate(model, prompts, max_new_tokens=220, draft_tokens=k, stop_ids=()).tokens
+        for k in range(model.block_size + 1)
+    ]
+    assert all(tokens == all_tokens[0] for tokens in all_tokens)
+
+
+def test_equal_scores_go_to_the_lowest_entry() -> None:
+    rng = np.random.default_rng(0)
+    entries = rng.integers(0, 3, (1, 4096, 4)).astype(np.float32)
+    query, weights = np.ones((1, 1, 1, 4), np.float32), np.ones((1, 1, 1), np.float32)
+    picks = jax.jit(top_entries, static_argnums=(4, 5))(
+        query, weights, entries, jnp.full((1, 1), 4000, jnp.int32), 512, PRESETS["float32"]
+    )
+    best = np.lexsort((np.arange(4000), -entries[0, :4000].sum(axis=-1)))[:512]
+    assert set(np.asarray(picks).ravel().tolist()) == set(best.tolist())
+
+
+# Full width ----------------------------------------------------------------------------------------------------------
+
+BATCH, CAPACITY, PROMPT = 2, 4096, 600
+
+
+@pytest.fixture(scope="module")
+def wide() -> Model:
+    """Flash's widths and experts with one layer of each kind and one stage, random weights: 14 GB packed."""
+    config = ModelConfig.tiny(
+        vocab_size=129280,
+        hidden_size=4096,
+        num_hidden_layers=3,
+        num_attention_heads=64,
+        head_dim=512,
+        qk_rope_head_dim=64,
+        q_lora_rank=1024,
+        o_groups=8,
+        o_lora_rank=1024,
+        sliding_window=128,
+        compress_ratios=[0, 4, 128, 0],
+        rope_scaling={
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 16,
+            "original_max_position_embeddings": 65536,
+            "type": "yarn",
+        },
+        index_n_heads=64,
+        index_head_dim=128,
+        index_topk=512,
+        moe_intermediate_size=2048,
+        n_routed_experts=256,
+        num_experts_per_tok=6,
+        dspark_noise_token_id=128799,
+        dspark_markov_rank=256,
+    )
+    return random_model(config, "bfloat16")
+
+
+def begin(model: Model) -> tuple:
+    tokens = np.zeros((BATCH, CAPACITY), np.int32)
+    tokens[:, :PROMPT] = np.random.default_rng(1).integers(0, 129280, (BATCH, PROMPT))
+    lengths = jnp.asarray([PROMPT, PROMPT - 87], jnp.int32)
+    setting = model.setting(CAPACITY)
+    return setting, start(model, setting, jnp.asarray(tokens), lengths, lengths + 48, 256)
+
+
+def test_full_width_layers_give_the_same_tokens_for_every_draft_length(wide: Model) -> None:
+    tokens, steps = [], []
+    for draft_tokens in (0, 1, 3, 5, 0):
+        setting, state = begin(wide)
+        jax.block_until_ready(state)
+        clock = time.perf_counter()
+        state = finish(wide, setting, state, jnp.full(BATCH, draft_tokens), jnp.full(8, -1))
+        tokens.append(np.asarray(state.tokens))
+        steps.append((time.perf_counter() - clock) / int(np.asarray(state.counters.rounds).max()))
+    print(f"\nfull width, 3 layers and a stage, batch {BATCH}: {steps[-1] * 1e3:.2f} ms a plain step,", end=" ")
+    print(f"{steps[3] * 1e3:.2f} ms a round of 5 drafts,", end=" ")
+    print(f"peak {jax.devices()[0].memory_stats()['peak_bytes_in_use'] / 1e9:.1f} GB", end="")
+    assert all(np.array_equal(one, tokens[0]) for one in tokens)
+    assert len(np.unique(tokens[0][0, PROMPT : PROMPT + 48])) > 10, "decoding moves"
+
+
+def test_the_compiled_loop_stays_on_the_device_and_copies_no_cache(wide: Model) -> None:
+    setting, state = begin(wide)
+    clock = time.perf_counter()
+    compiled = finish.lower(wide, setting, state, jnp.full(BATCH, 5), jnp.full(8, -1)).compile()
+    text = compiled.as_text()
+    print(f"\ncompiled in {time.perf_counter() - clock:.1f} s; temporaries", end=" ")
+    print(f"{compiled.memory_analysis().temp_size_in_bytes / 1e9:.2f} GB, {text.count(' fusion(')} fusions", end="")
+    assert not re.findall(r"\b(infeed|outfeed|send|recv)\(", text)
+    assert not [target for target in re.findall(r'custom_call_target="([^"]+)"', text) if "callback" in target]
+    caches = {leaf.shape for leaf in jax.tree.leaves((state.target, state.drafter))}
+    copies = [
+        tuple(int(size) for size in dims.split(",") if size) for dims in re.findall(r"\[([\d,]*)\]\S* copy\(", text)
+    ]
+    print("; cache-sized copies:", sorted(caches & set(copies)), end="")
+    assert not caches & set(copies)
