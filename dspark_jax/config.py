@@ -6,6 +6,7 @@ so does the number of drafter stages, because `num_nextn_predict_layers` says 1 
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ FP4_GROUP = BLOCKS["e2m1"][1]  # widths of expert matrices must be multiples of 
 # Facts of the architecture that a checkpoint states and this code relies on.
 FIXED_FIELDS: dict[str, Any] = {
     "model_type": "deepseek_v4",
+    "architectures": ["DeepseekV4ForCausalLM"],
     "scoring_func": "sqrtsoftplus",
     "expert_dtype": "fp4",
     "hidden_act": "silu",
@@ -144,7 +146,7 @@ class ModelConfig:
         except OSError as error:
             reason = error.strerror or error
             raise ConfigError(f"{path}: cannot be read ({reason}); name a folder that holds config.json.") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: is not valid JSON ({error}); fetch the file again.") from error
         return cls.from_dict(raw, source=str(path))
 
@@ -172,8 +174,7 @@ class ModelConfig:
         raw["rope_scaling"] = {**raw["rope_scaling"], "type": "yarn"}
         raw |= {f"dspark_{name}": value for name, value in drafter.items()}
         raw |= FIXED_FIELDS | {"quantization_config": FIXED_QUANTIZATION | {"activation_scheme": "dynamic"}}
-        raw |= {"architectures": ["DeepseekV4ForCausalLM"], "torch_dtype": "bfloat16"}
-        return json.loads(json.dumps(raw))
+        return json.loads(json.dumps(raw | {"torch_dtype": "bfloat16"}))
 
     @classmethod
     def tiny(cls, **changes: Any) -> "ModelConfig":
@@ -234,11 +235,11 @@ def _kind(ratio: int) -> LayerKind:
 
 def _refuse_other_architectures(raw: Mapping[str, Any], source: str) -> None:
     """Names what a foreign checkpoint is, V4.1 above all, before any field is found missing or odd."""
-    named = [str(raw.get("model_type")), *map(str, raw.get("architectures") or [])]
+    named = [str(raw[field]) for field in ("model_type", "architectures") if field in raw]
     squeezed = "".join(named).lower().replace("_", "").replace(".", "").replace("-", "")
     engram = sorted(key for key in raw if "engram" in key.lower())
     ratios = raw.get("compress_ratios")
-    short_ratios = sorted({r for r in ratios if r in (1, 2)}) if isinstance(ratios, list) else []
+    short_ratios = sorted({r for r in ratios if type(r) is int and r in (1, 2)}) if isinstance(ratios, list) else []
     if "deepseekv41" in squeezed or engram or short_ratios:
         found = f"compress_ratios with {short_ratios}" if short_ratios else ", ".join(engram or named)
         raise ConfigError(
@@ -279,7 +280,7 @@ class _Reader:
 
     def positive(self, name: str) -> float:
         value = self.raw.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
             raise self.error(name, "a positive number")
         return float(value)
 

@@ -3,9 +3,11 @@
 import json
 import logging
 import os
+import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from dspark_jax.config import ModelConfig
 from dspark_jax.errors import CheckpointError, ConfigError, DsparkError, RequestError
 from dspark_jax.model.model import PARTS, Model, Part
 from dspark_jax.model.numerics import PRESETS
+from pallas_kernels.block_scaled import BlockScaled
 
 TINY_A, TINY_B = GOLDEN / "tiny-a", GOLDEN / "tiny-b"
 VOCABULARY = {"embed.weight", "head.weight"}
@@ -111,6 +114,48 @@ class TestGolden:
         model = dspark_jax.load(tmp_path / "target")
         assert model.drafter is None and model.config.drafter is None and model.block_size == 0
         assert_filled_from(model, tmp_path / "target", ("target",))
+
+
+# Tensors whose place in the module tree is not simply their own name.
+PLACES = {
+    "embed": "vocabulary.embed",
+    "head": "vocabulary.head",
+    "norm": "target.norm",
+    "hc_head_fn": "target.hc_head.fn",
+    "hc_head_base": "target.hc_head.base",
+    "hc_head_scale": "target.hc_head.scale",
+    "mtp.0.main_proj": "drafter.main_proj",
+    "mtp.0.main_norm": "drafter.main_norm",
+    "mtp.2.norm": "drafter.norm",
+    "mtp.2.hc_head_fn": "drafter.hc_head.fn",
+    "mtp.2.hc_head_base": "drafter.hc_head.base",
+    "mtp.2.hc_head_scale": "drafter.hc_head.scale",
+    "mtp.2.markov_head.markov_w1": "drafter.markov_w1",
+    "mtp.2.markov_head.markov_w2": "drafter.markov_w2",
+    "mtp.2.confidence_head.proj": "drafter.confidence",
+}
+
+
+def value_of(name: str, model: Model) -> jax.Array:
+    """The part of the module tree that should hold a tensor, found by attributes."""
+    place = re.sub(r"(?<!\.gate)\.(weight|scale)$", "", name)
+    place = PLACES.get(place, place.replace("mtp.", "drafter.stages.").replace("layers.", "target.layers."))
+    place = re.sub(r"(hc_attn|hc_ffn)_", r"\1.", re.sub(r"\.experts\.\d+", ".experts", place))
+    keys = place.split(".")
+    value = reduce(lambda node, key: node[int(key)] if key.isdigit() else getattr(node, key), keys, model).get_value()
+    if isinstance(value, BlockScaled):
+        value = value.scales if name.endswith(".scale") else value.payload
+    expert = re.search(r"\.experts\.(\d+)", name)
+    return value[int(expert[1])] if expert else value
+
+
+def test_every_attribute_holds_the_tensor_of_its_name(tiny_a: Model) -> None:
+    size = 0
+    for name, (dtype, _, content) in stored(TINY_A).items():
+        value = value_of(name, tiny_a)
+        assert np.asarray(value, np.int64 if dtype == "I64" else None).tobytes() == content, name
+        size += value.nbytes
+    assert size == sum(leaf.nbytes for leaf in jax.tree.leaves(tiny_a))
 
 
 class TestReading:
