@@ -97,7 +97,7 @@ def runs(record: Record) -> dict[str, Run]:
     """
     places = {
         "main": ("exact/prompt_ids", "exact/decode/forced_ids"),
-        "short": ("exact/short/prompt_ids", None),
+        "short": ("exact/short/prompt_ids", ""),
         "tiny": ("exact/tiny/prompt_ids", "exact/tiny/forced_ids"),
         "greedy": ("exact/greedy/prompt_ids", "exact/greedy/tokens"),
     }
@@ -105,7 +105,7 @@ def runs(record: Record) -> dict[str, Run]:
         places[match[1]] = (f"exact/{match[1]}/prompt_ids", f"exact/{match[1]}/stream")
     found = {}
     for name, (prompt, rest) in places.items():
-        fed = rest is not None and rest in record
+        fed = rest in record
         if prompt in record and (fed or name in PROMPT_ALONE):
             found[name] = Run(record.ids(prompt), record.ids(rest) if fed else [])
     return found

@@ -24,7 +24,7 @@ from dspark_jax.model.weights import Attention
 
 
 class Source(NamedTuple):
-    """Keys, which are values too: activations [B, S, D] for all rows or [B, T, S, D] for each; usable: bool [B, T, S]."""
+    """Keys, values too: activations [B, S, D] for all rows or [B, T, S, D] for each; `usable` is bool [B, T, S]."""
 
     keys: jax.Array
     usable: jax.Array

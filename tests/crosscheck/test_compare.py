@@ -168,7 +168,7 @@ def test_a_record_that_cannot_be_replayed_gets_a_sentence(
         comparison(folder, recorded | {key: values}, tmp_path / "record.safetensors")
 
 
-# Single rows -----------------------------------------------------------------------------------------------------------
+# Single rows ---------------------------------------------------------------------------------------------------------
 
 
 def row(key: str, computed: object, recorded: object, dtype: type = np.float32) -> Row:
