@@ -13,6 +13,7 @@ from dspark_jax.checkpoint.save import save
 from dspark_jax.config import ModelConfig
 from dspark_jax.decoding.forward import Forward, forward
 from dspark_jax.decoding.generate import Completions, generate
+from dspark_jax.decoding.statistics import Statistics
 from dspark_jax.errors import CheckpointError, ConfigError, DsparkError, RequestError, SilentDrafterError
 from dspark_jax.model.model import Model
 from dspark_jax.model.numerics import Numerics
@@ -28,6 +29,7 @@ __all__ = [
     "Numerics",
     "RequestError",
     "SilentDrafterError",
+    "Statistics",
     "forward",
     "generate",
     "load",

@@ -41,6 +41,11 @@ FIXED_QUANTIZATION: dict[str, Any] = {
 REQUIRED_FIXED = ("model_type", "scoring_func", "expert_dtype")
 
 
+def halves(ratio: int) -> int:
+    """Windows that a token feeds, and so halves of its projection: two where windows overlap."""
+    return 2 if ratio == OVERLAP_RATIO else 1
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """YaRN parameters of the layers with compressed entries (`rope_scaling`)."""

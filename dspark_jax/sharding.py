@@ -22,12 +22,10 @@ class AxisRules:
     expert: str | None = "expert"
 
 
-def sharding_of(
-    mesh: Mesh | AbstractMesh | None,
-    axes: tuple[Axis | None, ...],
-    shape: tuple[int, ...],
-    rules: AxisRules | None = None,
-) -> Sharding:
+RULES = AxisRules()
+
+
+def sharding_of(mesh: Mesh | AbstractMesh | None, axes: tuple[Axis | None, ...], shape: tuple[int, ...]) -> Sharding:
     """Where an array with these logical axes lives.
 
     Args:
@@ -38,13 +36,12 @@ def sharding_of(
     """
     if mesh is None:
         return SingleDeviceSharding(jax.devices()[0])
-    rules = rules or AxisRules()
-    spec = [_mesh_axis(mesh, axis, size, rules) for axis, size in zip(axes, shape, strict=True)]
+    spec = [_mesh_axis(mesh, axis, size) for axis, size in zip(axes, shape, strict=True)]
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def _mesh_axis(mesh: Mesh | AbstractMesh, axis: Axis | None, size: int, rules: AxisRules) -> str | None:
-    name = getattr(rules, axis) if axis else None
+def _mesh_axis(mesh: Mesh | AbstractMesh, axis: Axis | None, size: int) -> str | None:
+    name = getattr(RULES, axis) if axis else None
     if name is None or name not in mesh.shape:
         return None
     if size % mesh.shape[name]:

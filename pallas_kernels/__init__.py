@@ -1,1 +1,1 @@
-"""Operations on quantised weights, each with its meaning in plain jax.numpy. Imports jax only and knows no model."""
+"""Operations of transformer layers, each with its meaning in plain jax.numpy. Imports jax only and knows no model."""

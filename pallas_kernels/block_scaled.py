@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.number_formats import decode_scaled_e2m1, decode_scaled_e4m3, unpack_nibbles
+from pallas_kernels.precision import contract
 
 Format = Literal["e4m3", "e2m1"]
 
@@ -77,3 +78,8 @@ class BlockScaled:
             )
         spread = jnp.repeat(jnp.repeat(self.scales, block_rows, axis=-2), block_columns, axis=-1)
         return spread[..., :rows, :columns]
+
+
+def decoded_product(x: jax.Array, weight: BlockScaled) -> jax.Array:
+    """Rows [..., in] times a matrix [out, in] that is first decoded to their dtype: float32 [..., out]."""
+    return contract("...i,oi->...o", x, weight.decode(x.dtype))

@@ -42,7 +42,9 @@ def _tensors(entry: Entry, leaf: jax.Array) -> Iterator[tuple[str, np.ndarray]]:
 
 def _shard_key(name: str) -> str:
     head, *rest = name.split(".")
-    return f"{head}.{rest[0]}" if head in ("layers", "mtp") else "embed" if head == "embed" else "head"
+    if head in ("layers", "mtp"):
+        return f"{head}.{rest[0]}"
+    return "embed" if head == "embed" else "head"
 
 
 def _shard_order(key: str) -> tuple[int, int]:

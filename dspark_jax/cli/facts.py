@@ -19,6 +19,7 @@ from dspark_jax.checkpoint.layout import Entry, layout
 from dspark_jax.checkpoint.load import account
 from dspark_jax.checkpoint.safetensors import DTYPES
 from dspark_jax.config import ModelConfig
+from dspark_jax.decoding.state import bucket
 from dspark_jax.errors import CheckpointError
 from dspark_jax.model.cache import drafter_cache, target_cache
 from dspark_jax.model.model import Model, abstract_model
@@ -259,8 +260,8 @@ def weight_bytes_per_device(entries: tuple[Entry, ...], devices: int) -> int:
 
 def cache_bytes(config: ModelConfig, positions: int) -> int:
     """Bytes of target and drafter caches for one sequence of up to `positions`, as the decoding loop lays them out."""
-    numerics = numerics_of(NUMERICS)
-    target = jax.eval_shape(partial(target_cache, config, numerics, 1, positions, config.step_width))
+    numerics, capacity = numerics_of(NUMERICS), bucket(positions + config.step_width)
+    target = jax.eval_shape(partial(target_cache, config, numerics, 1, capacity, config.step_width))
     drafter = jax.eval_shape(partial(drafter_cache, config, numerics, 1))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((target, drafter)))
 

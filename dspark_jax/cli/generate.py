@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 import dspark_jax
 from dspark_jax.cli.terminal import RESULT, bytes_bar, print_json, spinner
 from dspark_jax.config import ModelConfig
-from dspark_jax.decoding.generate import check_ids
+from dspark_jax.decoding.generate import check_prompt
 from dspark_jax.decoding.statistics import Statistics
 from dspark_jax.errors import CheckpointError, RequestError
 
@@ -100,13 +100,13 @@ def encode_prompt(
         given = "both PROMPT and --prompt-ids are given" if prompt else "there is no prompt"
         raise RequestError(f"{given}; give exactly one: a text, or --prompt-ids 1,2,3.")
     if prompt_ids:
-        return check_ids(_parse_ids(prompt_ids), vocabulary, "--prompt-ids")
+        return check_prompt(_parse_ids(prompt_ids), vocabulary, "--prompt-ids")
     if tokenizer is None:
         raise RequestError(
             f"{checkpoint}: has no {TOKENIZER_FILE}, which a text prompt needs; fetch it, or give --prompt-ids 1,2,3."
         )
     # Official prompts spell out their special tokens, the first one included, so none is added.
-    return check_ids(tokenizer.encode(prompt, add_special_tokens=False).ids, vocabulary, "PROMPT")
+    return check_prompt(tokenizer.encode(prompt, add_special_tokens=False).ids, vocabulary, "PROMPT")
 
 
 def _parse_ids(text: str) -> list[int]:

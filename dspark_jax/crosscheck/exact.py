@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.crosscheck.record import Record, Run, runs
-from dspark_jax.crosscheck.replay import Sequence, Start, draft_at, feed, replay
+from dspark_jax.crosscheck.record import PROMPT_ALONE, Record, Run, runs
+from dspark_jax.crosscheck.replay import DraftStart, Trace, draft_at, feed, replay
 from dspark_jax.decoding.generate import run as run_loop
 from dspark_jax.model.model import Model
 from pallas_kernels.hyper_connection import mixes, split_mixes
@@ -24,12 +24,13 @@ SINKHORN_LAYER = 1  # the record takes its sinkhorn example from this layer's at
 def exact(model: Model, record: Record) -> Values:
     """All keys below `exact/` that the record holds."""
     sequences = runs(record)
+    seen = replay(model, sequences) if sequences else {}
+    yield from _sinkhorn(model, record, seen)
     if not sequences:
         return
-    seen = replay(model, sequences)
     yield from _prompt(record, sequences, seen)
     yield from _fed(model, record, sequences)
-    yield from _short(model, record, seen)
+    yield from _short(seen)
     yield from _emitted(model, record, sequences, seen)
     if model.drafter is not None:
         yield from _drafts(model, record, sequences, seen)
@@ -45,7 +46,7 @@ def _first(record: Record, key: str, values: np.ndarray) -> Values:
         yield key, values[: len(record[key])]
 
 
-def _prompt(record: Record, sequences: dict[str, Run], seen: dict[str, Sequence]) -> Values:
+def _prompt(record: Record, sequences: dict[str, Run], seen: dict[str, Trace]) -> Values:
     if "main" in sequences:
         main, n = seen["main"], len(sequences["main"].prompt)
         yield from _last(record, "exact/prefill_logits", main.logits[:n])
@@ -73,12 +74,15 @@ def _fed(model: Model, record: Record, sequences: dict[str, Run]) -> Values:
         yield from _first(record, "exact/tiny/decode_logits", steps["tiny"].logits)
 
 
-def _short(model: Model, record: Record, seen: dict[str, Sequence]) -> Values:
+def _short(seen: dict[str, Trace]) -> Values:
     if "short" in seen:
         short = seen["short"]
         yield "exact/short/hc_streams", short.streams
         yield "exact/short/hc_head_out", short.collapsed
         yield "exact/short/logits_last", short.logits[-1]
+
+
+def _sinkhorn(model: Model, record: Record, seen: dict[str, Trace]) -> Values:
     if not record.group("exact/sinkhorn") or model.target is None or len(model.target.layers) <= SINKHORN_LAYER:
         return
     config, site = model.config, model.target.layers[SINKHORN_LAYER].hc_attn
@@ -95,9 +99,9 @@ def _short(model: Model, record: Record, seen: dict[str, Sequence]) -> Values:
         )
 
 
-def _emitted(model: Model, record: Record, sequences: dict[str, Run], seen: dict[str, Sequence]) -> Values:
+def _emitted(model: Model, record: Record, sequences: dict[str, Run], seen: dict[str, Trace]) -> Values:
     """What the decoding loop emits with nothing stopping it, for the greedy run and the loops in one batch."""
-    emitting = {name: run for name, run in sequences.items() if name not in ("main", "short", "tiny")}
+    emitting = {name: run for name, run in sequences.items() if name not in PROMPT_ALONE}
     if not emitting:
         return
     budgets = [len(run.rest) for run in emitting.values()]
@@ -112,17 +116,18 @@ def _emitted(model: Model, record: Record, sequences: dict[str, Run], seen: dict
         yield "exact/greedy/margins", logits[:, -1] - logits[:, -2]
 
 
-def _drafts(model: Model, record: Record, sequences: dict[str, Run], seen: dict[str, Sequence]) -> Values:
+def _drafts(model: Model, record: Record, sequences: dict[str, Run], seen: dict[str, Trace]) -> Values:
     """The drafter at the recorded positions, all of them in one batch."""
     places = {}
-    if {"exact/draft/start_pos", "exact/draft/anchor_ids"} <= set(record.keys) and "main" in sequences:
+    asked = {"exact/draft/start_pos", "exact/draft/anchor_ids"} <= set(record.keys)
+    if asked and "main" in sequences and sequences["main"].rest:
         positions = record.positions("exact/draft/start_pos", below=len(sequences["main"].ids))
         anchors = record.ids("exact/draft/anchor_ids")
-        places["draft"] = [Start(seen["main"].taps[: p + 1], a) for p, a in zip(positions, anchors, strict=True)]
+        places["draft"] = [DraftStart(seen["main"].taps[: p + 1], a) for p, a in zip(positions, anchors, strict=True)]
     for name in (name for name in sequences if f"exact/{name}/start_pos" in record):
         ids = sequences[name].ids
         positions = record.positions(f"exact/{name}/start_pos", below=len(ids) - 1)
-        places[name] = [Start(seen[name].taps[: p + 1], ids[p + 1]) for p in positions]
+        places[name] = [DraftStart(seen[name].taps[: p + 1], ids[p + 1]) for p in positions]
     if not places:
         return
     step, features = draft_at(model, [begin for begins in places.values() for begin in begins])
@@ -149,12 +154,13 @@ def _drafts(model: Model, record: Record, sequences: dict[str, Run], seen: dict[
         yield from ((f"exact/{name}/{key}", values) for key, values in drafts.items())
 
 
-def _verified(seen: Sequence, run: Run, positions: np.ndarray, drafts: np.ndarray) -> dict[str, np.ndarray]:
+def _verified(seen: Trace, run: Run, positions: np.ndarray, drafts: np.ndarray) -> dict[str, np.ndarray]:
     """How many drafts of each recorded round the target's greedy choice accepts, and the token that follows them."""
     choice = seen.logits.argmax(axis=-1)  # choice[p] is the token after position p
     accepted = []
     for position, block in zip(positions, drafts, strict=True):
-        agrees = block[: len(choice) - position - 1] == choice[position + 1 : position + 1 + len(block)]
+        known = block[: len(choice) - position - 2]  # beyond, the record does not say what the target chose
+        agrees = known == choice[position + 1 : position + 1 + len(known)]
         accepted.append(int(np.cumprod(agrees).sum()))
     return {
         "first_token": choice[[len(run.prompt) - 1]],

@@ -18,8 +18,7 @@ from dspark_jax.model.fake_quant import (
     quantise_e4m3,
 )
 from dspark_jax.model.model import Model
-from pallas_kernels.block_scaled import BlockScaled
-from pallas_kernels.fp8_linear import fp8_linear
+from pallas_kernels.block_scaled import BlockScaled, decoded_product
 
 PRODUCTS = {
     "ops/fp8_gemm_wq_b_f32": "layers.1.attn.wq_b",
@@ -36,8 +35,8 @@ def operations(model: Model, record: Record) -> Iterator[tuple[str, np.ndarray]]
     if "ops/x" not in record:
         return
     x = jnp.asarray(record["ops/x"])
-    codes, scale = quantise_e4m3(x, LINEAR_BLOCK)
-    yield "ops/act_quant128/q", np.asarray(codes)
+    values, scale = quantise_e4m3(x, LINEAR_BLOCK)
+    yield "ops/act_quant128/q", np.asarray(values)
     yield "ops/act_quant128/scale", np.asarray(scale)
     yield "ops/act_quant64_inplace", np.asarray(fake_e4m3(x, KV_BLOCK))
     yield "ops/fp4_act_quant_inplace", np.asarray(fake_e2m1(x, INDEX_BLOCK))
@@ -46,23 +45,24 @@ def operations(model: Model, record: Record) -> Iterator[tuple[str, np.ndarray]]
     for key, name in PRODUCTS.items():
         weight = packed_matrix(model, name)
         if weight is not None and weight.shape[-1] == x.shape[-1]:
-            yield key, np.asarray(fp8_linear(quantised, weight))
+            yield key, np.asarray(decoded_product(quantised, weight))
 
 
 def packed_matrix(model: Model, name: str) -> BlockScaled | None:
     """The packed matrix with this official name (without `.weight`), or None if the model has no such matrix."""
-    found: dict[str, jax.Array] = {}
-    for entry, leaf in zip(layout(model), jax.tree.leaves(model), strict=True):
-        for kind in ("weight", "scale"):
-            if f"{name}.{kind}" in entry.names:
-                found[kind] = leaf[entry.names.index(f"{name}.{kind}")] if entry.stacked else leaf
-                found[entry.dtype] = leaf
-    if not {"weight", "scale"} <= found.keys():
+    places = {
+        one: (entry, leaf[number] if entry.stacked else leaf)
+        for entry, leaf in zip(layout(model), jax.tree.leaves(model), strict=True)
+        for number, one in enumerate(entry.names)
+        if one in (f"{name}.weight", f"{name}.scale")
+    }
+    if len(places) < 2:
         return None
-    return BlockScaled(found["weight"], found["scale"], "e2m1" if "I8" in found else "e4m3")
+    entry, payload = places[f"{name}.weight"]
+    return BlockScaled(payload, places[f"{name}.scale"][1], "e2m1" if entry.dtype == "I8" else "e4m3")
 
 
 def _kept_rows(matrix: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """A record keeps a matrix, its first rows or its last; whichever of the two lies nearer."""
+    """A record keeps a matrix, its first rows or its last: the first if they are equal, else the last."""
     first, last = matrix[: len(kept)], matrix[len(matrix) - len(kept) :]
     return first if np.array_equal(first, kept.astype(np.float32)) else last

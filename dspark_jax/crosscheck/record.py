@@ -9,7 +9,7 @@ import numpy as np
 
 from dspark_jax.checkpoint.safetensors import SafetensorsFile
 from dspark_jax.config import ModelConfig
-from dspark_jax.decoding.generate import check_ids
+from dspark_jax.decoding.generate import check_prompt
 from dspark_jax.errors import RequestError
 
 INPUTS = re.compile(
@@ -17,6 +17,9 @@ INPUTS = re.compile(
     r"|draft/(start_pos|anchor_ids)|loop\w*/(prompt_ids|start_pos))|ops/x"
 )
 """Keys that are replayed rather than compared."""
+
+LAYERS = "inference/short/hc_streams"
+"""The one key of `inference/` that is judged: streams after each layer in official numerics."""
 
 PROMPT_ALONE = ("main", "short", "tiny")
 """Sequences that say something even if nothing follows their prompt."""
@@ -48,7 +51,7 @@ class Record:
         Raises:
             RequestError: an id is outside the vocabulary, or there is none.
         """
-        return check_ids(self[key].ravel().tolist(), self._config.vocab_size, f"{self.path}: {key}")
+        return check_prompt(self[key].ravel().tolist(), self._config.vocab_size, f"{self.path}: {key}")
 
     def positions(self, key: str, below: int) -> list[int]:
         """Positions in a sequence.

@@ -20,7 +20,7 @@ from dspark_jax.model.target import lm_logits, target_step
 
 
 @dataclass(frozen=True)
-class Sequence:
+class Trace:
     """The target along one sequence of n tokens, as NumPy arrays with the batch axis gone.
 
     Attributes:
@@ -42,21 +42,21 @@ class Sequence:
     index_picks: dict[int, np.ndarray]
 
 
-def replay(model: Model, runs: dict[str, Run]) -> dict[str, Sequence]:
+def replay(model: Model, runs: dict[str, Run]) -> dict[str, Trace]:
     """Every sequence in one pass of the target, the shorter ones padded at the end, where nothing before it looks."""
     ids = np.zeros((len(runs), max(len(run.ids) for run in runs.values())), np.int32)
     for row, run in zip(ids, runs.values(), strict=True):
         row[: len(run.ids)] = run.ids
     out = forward(model, ids, internals=True)
-    return {name: _sequence(out, row, len(run.ids)) for row, (name, run) in enumerate(runs.items())}
+    return {name: _trace(out, row, len(run.ids)) for row, (name, run) in enumerate(runs.items())}
 
 
-def _sequence(out: Forward, row: int, n: int) -> Sequence:
+def _trace(out: Forward, row: int, n: int) -> Trace:
     assert out.seen is not None
     one = jax.tree.map(lambda values: np.asarray(values[row, :n]), out)
     layers = one.seen.layers
     order = [np.argsort(layer.routing.picks, axis=-1) for layer in layers]
-    return Sequence(
+    return Trace(
         logits=one.logits,
         taps=one.taps,
         streams=np.stack([layer.streams for layer in layers]),
@@ -96,7 +96,7 @@ def feed(model: Model, runs: dict[str, Run]) -> dict[str, Steps]:
     """Prefills each prompt and feeds the rest one token a step, all sequences side by side."""
     lengths = np.array([len(run.prompt) for run in runs.values()], np.int32)
     ends = np.array([len(run.ids) for run in runs.values()], np.int32)
-    capacity = bucket(int(ends.max()) + 1 + model.block_size)
+    capacity = bucket(int(ends.max()) + model.step_width)
     tokens = np.zeros((len(runs), capacity), np.int32)
     for row, run in zip(tokens, runs.values(), strict=True):
         row[: len(run.ids)] = run.ids
@@ -142,7 +142,7 @@ def _feed(
 
 
 @dataclass(frozen=True)
-class Start:
+class DraftStart:
     """A place where the drafter is replayed.
 
     Attributes:
@@ -154,7 +154,7 @@ class Start:
     anchor: int
 
 
-def draft_at(model: Model, starts: list[Start]) -> tuple[Any, np.ndarray]:
+def draft_at(model: Model, starts: list[DraftStart]) -> tuple[Any, np.ndarray]:
     """Drafts at every start, one batch row each: a `DraftStep` in NumPy, and features [B, d] of the last position."""
     window = model.config.sliding_window
     taps = np.zeros((len(starts), window, starts[0].taps.shape[-1]), starts[0].taps.dtype)
@@ -165,7 +165,7 @@ def draft_at(model: Model, starts: list[Start]) -> tuple[Any, np.ndarray]:
     counts = np.minimum(ends, window)
     rows = Rows(jnp.zeros(taps.shape[:2], jnp.int32), jnp.asarray(ends - counts), jnp.asarray(counts))
     anchors = jnp.asarray([begin.anchor for begin in starts], jnp.int32)
-    setting = model.setting(bucket(int(ends.max()) + 1 + model.block_size))
+    setting = model.setting(bucket(int(ends.max()) + model.step_width))
     step, features = jax.tree.map(np.asarray, _draft(model, setting, jnp.asarray(taps), rows, anchors))
     return step, np.take_along_axis(features, counts[:, None, None] - 1, axis=1)[:, 0]
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.decoding.generate import PREFILL_CHUNK, check_ids
+from dspark_jax.decoding.generate import PREFILL_CHUNK, check_prompt
 from dspark_jax.decoding.state import bucket
 from dspark_jax.errors import RequestError
 from dspark_jax.model.cache import TargetCache, target_cache
@@ -46,10 +46,13 @@ def forward(model: Model, ids: jax.typing.ArrayLike, internals: bool = False, ch
     """
     if model.target is None:
         raise RequestError("forward needs a target, and this model was loaded with the drafter alone.")
-    tokens = np.asarray(ids)
+    try:
+        tokens = np.asarray(ids)
+    except ValueError as error:
+        raise RequestError("ids has rows of different lengths; pad them, or call forward for each.") from error
     if tokens.ndim != 2 or not tokens.shape[0]:
         raise RequestError(f"ids has shape {list(tokens.shape)}; expected [batch, tokens].")
-    tokens = np.array([check_ids(row, model.config.vocab_size, "ids") for row in tokens], np.int32)
+    tokens = np.array([check_prompt(row, model.config.vocab_size, "ids") for row in tokens], np.int32)
     if chunk < 1:
         raise RequestError(f"chunk is {chunk}; expected at least 1.")
     length = tokens.shape[1]
@@ -61,8 +64,8 @@ def forward(model: Model, ids: jax.typing.ArrayLike, internals: bool = False, ch
         piece = tokens[:, first : first + width]
         count = piece.shape[1]
         piece = np.pad(piece, [(0, 0), (0, width - count)])
-        batch = np.ones(len(piece), np.int32)
-        rows = Rows(jnp.asarray(piece), jnp.asarray(batch * first), jnp.asarray(batch * count))
+        start, live = (jnp.full(len(piece), value, jnp.int32) for value in (first, count))
+        rows = Rows(jnp.asarray(piece), start, live)
         step, cache = forward_step(model, setting, rows, cache, internals)
         steps.append(jax.tree.map(lambda values, count=count: values[:, :count], step))
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *steps)

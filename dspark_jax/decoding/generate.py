@@ -65,12 +65,13 @@ def generate(
     """
     if model.target is None:
         raise RequestError("generate needs a target, and this model was loaded with the drafter alone.")
-    ids = [check_ids(prompt, model.config.vocab_size, f"prompt {i}") for i, prompt in enumerate(prompts)]
+    vocabulary = model.config.vocab_size
+    ids = [check_prompt(prompt, vocabulary, f"prompt {i}") for i, prompt in enumerate(prompts)]
     if not ids:
         raise RequestError("there is no prompt; pass at least one list of token ids.")
     new_tokens = _count(max_new_tokens, "max_new_tokens")
     drafts = _draft_tokens(draft_tokens, model.block_size)
-    stops = model.config.eos_token_id if stop_ids is None else tuple(stop_ids)
+    stops = model.config.eos_token_id if stop_ids is None else check_ids(stop_ids, vocabulary, "stop_ids")
     _check_length(max(map(len, ids)) + new_tokens, model.config.max_position_embeddings)
     state = run(model, ids, [new_tokens] * len(ids), [drafts] * len(ids), stops)
     return _completions(state, ids)
@@ -86,7 +87,7 @@ def run(
     """Prefill and decoding of one batch, with a budget and a draft length a sequence; returns the final state."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     limits = lengths + np.array(new_tokens, np.int32)
-    capacity = bucket(int(limits.max()) + 1 + model.block_size)
+    capacity = bucket(int(limits.max()) + model.step_width)
     tokens = np.zeros((len(prompts), capacity), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -114,17 +115,27 @@ def check_ids(ids: Any, vocabulary: int, what: str) -> list[int]:
     """`ids` as a list of ints.
 
     Raises:
-        RequestError: `what` is empty, or holds something that is not an id below `vocabulary`.
+        RequestError: `what` holds something that is not an id below `vocabulary`.
     """
     try:
         values = [operator.index(i) for i in ids]
     except TypeError as error:
         raise RequestError(f"{what}: expected a list of token ids ({error}).") from error
-    if not values:
-        raise RequestError(f"{what} is empty; generation needs at least one token id.")
     for value in values:
         if not 0 <= value < vocabulary:
             raise RequestError(f"{what}: token id {value} is outside the vocabulary; expected 0 to {vocabulary - 1}.")
+    return values
+
+
+def check_prompt(ids: Any, vocabulary: int, what: str) -> list[int]:
+    """`ids` as a list of ints.
+
+    Raises:
+        RequestError: as `check_ids`, or `what` is empty.
+    """
+    values = check_ids(ids, vocabulary, what)
+    if not values:
+        raise RequestError(f"{what} is empty; give at least one token id.")
     return values
 
 
@@ -138,7 +149,7 @@ def _check_length(length: int, trained: int) -> None:
     if length > POSITION_LIMIT:
         raise RequestError(f"prompt and max_new_tokens make {length} positions; expected at most {POSITION_LIMIT}.")
     if length > trained:
-        _log.warning("prompt and max_new_tokens make %d positions; the model was trained for %d", length, trained)
+        _log.warning("prompt and max_new_tokens make %d positions; the model was made for %d", length, trained)
 
 
 def _draft_tokens(wanted: int | None, block: int) -> int:

@@ -90,9 +90,8 @@ def _propose(
 ) -> tuple[jax.Array, jax.Array]:
     """Drafts int32 [B, g] and how many of them are offered, int32 [B].
 
-    A draft whose distribution is not finite is no draft: it ends the offer, and a drafter that never offers is an
-        error.
-    The drafter is not run in a round in which no sequence may draft.
+    A draft whose logits are not finite is no draft: it ends the offer. The drafter is not run in a round in which no
+    sequence may draft.
     """
     shape = (anchor.shape[0], model.block_size)
     if model.drafter is None:

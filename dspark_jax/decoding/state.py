@@ -42,18 +42,18 @@ def initial_state(model: Model, tokens: jax.Array, length: jax.Array, limit: jax
         limit: int32 [B].
     """
     batch, capacity = tokens.shape
-    width = 1 + model.block_size
     return State(
         tokens=tokens,
         length=length,
         limit=limit,
         done=length >= limit,
-        target=target_cache(model.config, model.numerics, batch, capacity, width),
+        target=target_cache(model.config, model.numerics, batch, capacity, model.step_width),
         drafter=drafter_cache(model.config, model.numerics, batch) if model.drafter else DrafterCache(()),
         counters=Counters.zeros(batch, model.block_size),
     )
 
 
 def bucket(length: int, smallest: int = 64) -> int:
-    """The capacity for `length` positions: a power of two, so that few programs are compiled."""
-    return max(smallest, 1 << (length - 1).bit_length())
+    """The capacity for `length` positions: at most a quarter more, in few sizes, so that few programs are compiled."""
+    step = max(smallest, 1 << max(length.bit_length() - 3, 0))
+    return -(-length // step) * step

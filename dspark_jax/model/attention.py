@@ -21,6 +21,7 @@ from dspark_jax.model.numerics import Numerics
 from dspark_jax.model.rope import angles_at, rotate
 from dspark_jax.model.rows import Rows, Setting
 from dspark_jax.model.weights import Attention
+from pallas_kernels.precision import contract
 
 
 class Source(NamedTuple):
@@ -39,7 +40,8 @@ def target_attention(
         x: activations [B, T, d], normed.
 
     Returns:
-        Activations [B, T, d], the cache with this step's live rows, and the indexer's picks (int32 [B, T, k]) if any.
+        Activations [B, T, d]; and as one pair the cache with this step's live rows, and the indexer's picks (int32
+        [B, T, k]) if there are any.
     """
     config = setting.config
     angles = angles_at(setting.rope.of(ratio), rows.positions)
@@ -152,27 +154,21 @@ def output(weights: Attention, mixed: jax.Array, angles: jax.Array, setting: Set
     mixed = numerics.round(rotate(mixed, angles[:, :, None], inverse=True))
     groups = mixed.reshape(*mixed.shape[:2], config.o_groups, -1)
     wo_a = weights.wo_a.get_value().decode(groups.dtype).reshape(config.o_groups, config.o_lora_rank, -1)
-    ranks = jnp.einsum(
-        "btgc,grc->btgr",
-        groups,
-        wo_a,
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
+    ranks = contract("btgc,grc->btgr", groups, wo_a)
     return linear(numerics.round(ranks).reshape(*mixed.shape[:2], -1), weights.wo_b, numerics)
 
 
 def _scores(query: jax.Array, keys: jax.Array) -> jax.Array:
     """Float32 [B, T, H, S]. Keys are the left operand: a CPU would transpose, and so copy, a cache on the right."""
     axes = "bsk,bthk->bsth" if keys.ndim == 3 else "btsk,bthk->btsh"
-    dots = jnp.einsum(axes, keys, query, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    dots = contract(axes, keys, query)
     return jnp.moveaxis(dots, 1, -1) if keys.ndim == 3 else jnp.swapaxes(dots, 2, 3)
 
 
 def _mix(shares: jax.Array, values: jax.Array) -> jax.Array:
     """Shares [B, T, H, S] times values of all rows or of each: float32 [B, T, H, D]."""
     axes = "bths,bsk->bthk" if values.ndim == 3 else "bths,btsk->bthk"
-    return jnp.einsum(axes, shares, values, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    return contract(axes, shares, values)
 
 
 def _gather(entries: jax.Array, picks: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.config import OVERLAP_RATIO, ModelConfig
+from dspark_jax.config import OVERLAP_RATIO, ModelConfig, halves
 from dspark_jax.model.numerics import Numerics
 from dspark_jax.model.rows import Rows
 
@@ -26,7 +26,7 @@ class Compressed:
     """State of one compressor.
 
     Attributes:
-        ring: float32 [B, R, 2, w], projected values and gates of the newest positions, w = `pooled_width`.
+        ring: float32 [B, R, 2, w], projected values and gates of the newest positions, in one or two halves.
         entries: [B, N, D], entry i pools the tokens of window i; never rolled back, only hidden and rewritten.
     """
 
@@ -141,14 +141,9 @@ def append(ring: jax.Array, rows: Rows, values: jax.Array, span: int) -> tuple[j
     return written, View(jnp.concatenate([ring, values], axis=1), positions, size, rows.start)
 
 
-def pooled_width(ratio: int, head_dim: int) -> int:
-    """Channels that a compressor projects to: overlapping windows need one half for each of the two they feed."""
-    return head_dim * (2 if ratio == OVERLAP_RATIO else 1)
-
-
 def pooled_span(ratio: int) -> int:
     """Tokens that one entry pools."""
-    return ratio * (2 if ratio == OVERLAP_RATIO else 1)
+    return halves(ratio) * ratio
 
 
 def entry_slots(capacity: int, ratio: int) -> int:
@@ -161,7 +156,7 @@ def target_cache(config: ModelConfig, numerics: Numerics, batch: int, capacity: 
     """An empty cache for positions below `capacity` and steps of up to `width` rows that may be rolled back."""
 
     def compressed(ratio: int, head_dim: int) -> Compressed:
-        ring = (batch, pooled_span(ratio) + width - 1, 2, pooled_width(ratio, head_dim))
+        ring = (batch, pooled_span(ratio) + width - 1, 2, halves(ratio) * head_dim)
         entries = (batch, entry_slots(capacity, ratio), head_dim)
         return Compressed(jnp.zeros(ring, jnp.float32), jnp.zeros(entries, numerics.activations))
 

@@ -12,6 +12,7 @@ from dspark_jax.model.numerics import Numerics
 from dspark_jax.model.rope import angles_at, rotate
 from dspark_jax.model.rows import Rows, Setting
 from dspark_jax.model.weights import Indexer
+from pallas_kernels.precision import contract
 
 
 def pick_entries(
@@ -33,9 +34,9 @@ def pick_entries(
     query = linear(latent_query, weights.wq_b, numerics).reshape(*x.shape[:2], heads, width)
     angles = angles_at(setting.rope.compressed, rows.positions)[:, :, None]
     query = _finish(numerics.round(rotate(query, angles)), numerics)
-    head_weights = numerics.round(project(x, weights.weights_proj)).astype(jnp.float32) * (width * heads) ** -0.5
+    head_weights = numerics.round(project(x, weights.weights_proj)).astype(jnp.float32)
+    head_weights = numerics.round(head_weights * (width * heads) ** -0.5)
     visible = visible_entries(rows, OVERLAP_RATIO)
-    head_weights = numerics.round(head_weights)
     return top_entries(query, head_weights, cache.entries, visible, config.index_topk, numerics), cache
 
 
@@ -69,8 +70,8 @@ def top_entries(
         scores, order = jax.lax.top_k(scores, topk)
         return (scores, jnp.take_along_axis(numbers, order, axis=-1)), None
 
-    none = (*visible.shape, topk)
-    best = (jnp.full(none, -jnp.inf, jnp.float32), jnp.full(none, -1, jnp.int32))
+    shape = (*visible.shape, topk)
+    best = (jnp.full(shape, -jnp.inf, jnp.float32), jnp.full(shape, -1, jnp.int32))
     (scores, picks), _ = jax.lax.scan(merge, best, jnp.arange(0, slots, size, dtype=jnp.int32))
     return jnp.where(scores > -jnp.inf, picks, -1)
 
@@ -80,13 +81,7 @@ def _scores(query: jax.Array, head_weights: jax.Array, entries: jax.Array, numer
 
     Entries are the left operand: a CPU would transpose, and so copy, a cache on the right.
     """
-    dots = jnp.einsum(
-        "bsk,bthk->bsth",
-        entries,
-        query,
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
+    dots = contract("bsk,bthk->bsth", entries, query)
     positive = jax.nn.relu(numerics.round(dots)).astype(jnp.float32)
     weighted = numerics.round(positive * head_weights[:, None].astype(jnp.float32))
     scores = numerics.round(jnp.sum(weighted.astype(jnp.float32), axis=-1))

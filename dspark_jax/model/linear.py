@@ -8,17 +8,12 @@ from dspark_jax.model.fake_quant import LINEAR_BLOCK, fake_e4m3
 from dspark_jax.model.numerics import Numerics
 from dspark_jax.model.weights import Packed
 from pallas_kernels.fp8_linear import fp8_linear
+from pallas_kernels.precision import contract
 
 
 def project(x: jax.Array, weight: nnx.Param) -> jax.Array:
     """An unquantised matrix: [..., in] times [out, in] -> float32 [..., out], accumulated in float32."""
-    return jnp.einsum(
-        "...i,oi->...o",
-        x,
-        weight[...].astype(x.dtype),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
+    return contract("...i,oi->...o", x, weight[...].astype(x.dtype))
 
 
 def linear(x: jax.Array, weight: Packed, numerics: Numerics) -> jax.Array:

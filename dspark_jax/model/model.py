@@ -40,6 +40,11 @@ class Model:
         """Drafts per round; 0 without a drafter."""
         return self.config.block_size if self.drafter is not None else 0
 
+    @property
+    def step_width(self) -> int:
+        """Rows per sequence of every decoding step: the anchor and a whole block of drafts."""
+        return self.config.step_width if self.drafter is not None else 1
+
     def setting(self, capacity: int) -> Setting:
         """What layers need to run positions below `capacity`."""
         return Setting(self.config, self.numerics, rope_tables(self.config, capacity))

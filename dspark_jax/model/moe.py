@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from dspark_jax.model.linear import linear, linear_input, project
 from dspark_jax.model.rows import Setting
 from dspark_jax.model.weights import Gate, MixtureOfExperts, SharedExpert
-from pallas_kernels.mxfp4_experts import mxfp4_experts
-from pallas_kernels.mxfp4_experts.reference import swiglu
+from pallas_kernels.mxfp4_experts import Matrices, mxfp4_experts, swiglu
 
 
 @jax.tree_util.register_dataclass
@@ -42,9 +41,7 @@ def mixture_of_experts(
         routing.picks.reshape(rows.shape[0], -1),
         routing.weights.reshape(rows.shape[0], -1),
         live.reshape(-1),
-        weights.experts.w1.get_value(),
-        weights.experts.w3.get_value(),
-        weights.experts.w2.get_value(),
+        Matrices(*(matrix.get_value() for matrix in (weights.experts.w1, weights.experts.w3, weights.experts.w2))),
         limit,
         hidden_input=lambda hidden: linear_input(hidden, numerics),
     )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.errors import RequestError
-from pallas_kernels.rounding import round_to
+from pallas_kernels.precision import round_to
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Numerics:
 PRESETS: dict[str, Numerics] = {
     "float32": Numerics(jnp.dtype(jnp.float32)),
     "bfloat16": Numerics(jnp.dtype(jnp.bfloat16)),
-    "official": Numerics(jnp.dtype(jnp.bfloat16), True, True, True),
+    "official": Numerics(jnp.dtype(jnp.bfloat16), quantise_linear_inputs=True, quantise_kv=True, quantise_index=True),
 }
 """`float32`: parity with PyTorch; `official`: as DeepSeek serves it; `bfloat16`: only the weights are quantised."""
 

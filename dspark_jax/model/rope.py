@@ -6,12 +6,13 @@ in the official code, whose rounding is visible at positions of 10^5; cosine and
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.config import ModelConfig, RopeScaling
+from dspark_jax.config import ModelConfig
 
 
 @jax.tree_util.register_dataclass
@@ -34,9 +35,16 @@ class RopeTables:
 
 def rope_tables(config: ModelConfig, length: int) -> RopeTables:
     """Tables for positions 0 ... length-1."""
+    plain, compressed = _tables(config, length)
+    return RopeTables(jnp.asarray(plain), jnp.asarray(compressed))
+
+
+@lru_cache(maxsize=2)
+def _tables(config: ModelConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Both tables on the host; kept, since a million positions take seconds."""
     plain = frequencies(config.qk_rope_head_dim, config.rope_theta)
     compressed = yarn(frequencies(config.qk_rope_head_dim, config.compress_rope_theta), config)
-    return RopeTables(jnp.asarray(_table(plain, length)), jnp.asarray(_table(compressed, length)))
+    return _table(plain, length), _table(compressed, length)
 
 
 def frequencies(width: int, base: float) -> np.ndarray:
@@ -48,21 +56,21 @@ def frequencies(width: int, base: float) -> np.ndarray:
 def yarn(theta: np.ndarray, config: ModelConfig) -> np.ndarray:
     """YaRN (Peng et al. 2023): slow frequencies are divided by the factor, fast ones kept, with a ramp between."""
     scaling = config.rope_scaling
-    low = max(math.floor(_pair_with_turns(scaling.beta_fast, config, scaling)), 0)
-    high = min(math.ceil(_pair_with_turns(scaling.beta_slow, config, scaling)), config.qk_rope_head_dim - 1)
+    low = max(math.floor(_pair_with_turns(scaling.beta_fast, config)), 0)
+    high = min(math.ceil(_pair_with_turns(scaling.beta_slow, config)), config.qk_rope_head_dim - 1)
     index = np.arange(len(theta), dtype=np.float32)
-    ramp = np.clip((index - np.float32(low)) / np.float32(max(high - low, 1e-3)), 0, 1)
+    ramp = np.clip((index - np.float32(low)) / np.float32(max(high - low, 1e-3)), 0, 1)  # 1e-3: the ends may coincide
     return theta / np.float32(scaling.factor) * ramp + theta * (1 - ramp)
 
 
-def _pair_with_turns(turns: float, config: ModelConfig, scaling: RopeScaling) -> float:
+def _pair_with_turns(turns: float, config: ModelConfig) -> float:
     """The (fractional) channel pair that turns `turns` times over the original context."""
-    span = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+    span = config.rope_scaling.original_max_position_embeddings / (turns * 2 * math.pi)
     return config.qk_rope_head_dim * math.log(span) / (2 * math.log(config.compress_rope_theta))
 
 
 def _table(theta: np.ndarray, length: int) -> np.ndarray:
-    angles = np.arange(length, dtype=np.float32)[:, None] * theta[None, :].astype(np.float32)
+    angles = np.arange(length, dtype=np.float32)[:, None] * theta[None, :]
     angles = angles.astype(np.float64)
     return np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dspark_jax.config import OVERLAP_RATIO, ModelConfig
+from dspark_jax.config import OVERLAP_RATIO, ModelConfig, halves
 from pallas_kernels.block_scaled import BLOCKS, BlockScaled
 
 
@@ -66,7 +66,7 @@ class Compressor(nnx.Module):
     """Pools `ratio` tokens into one entry of `head_dim` channels; ratio 4 has two halves, as its windows overlap."""
 
     def __init__(self, config: ModelConfig, ratio: int, head_dim: int) -> None:
-        width = head_dim * (2 if ratio == OVERLAP_RATIO else 1)
+        width = halves(ratio) * head_dim
         self.ape = f32(ratio, width)
         self.norm = bf16(head_dim)
         self.wkv = bf16(width, config.hidden_size)

@@ -1,7 +1,11 @@
 """What the operations mean, in float32. n streams of d channels; m = (2+n)*n mixing values a token."""
 
+import math
+
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.precision import contract
 
 
 def mixes(streams: jax.Array, fn: jax.Array, norm_eps: float) -> jax.Array:
@@ -11,7 +15,7 @@ def mixes(streams: jax.Array, fn: jax.Array, norm_eps: float) -> jax.Array:
     """
     flat = streams.reshape(*streams.shape[:-2], -1).astype(jnp.float32)
     factor = jax.lax.rsqrt(jnp.mean(flat * flat, axis=-1, keepdims=True) + norm_eps)
-    return jnp.einsum("...i,mi->...m", flat, fn, precision=jax.lax.Precision.HIGHEST) * factor
+    return contract("...i,mi->...m", flat, fn) * factor
 
 
 def split_mixes(
@@ -24,12 +28,13 @@ def split_mixes(
         base: float32 [m].
         scale: float32 [3], one factor for each of the three groups.
         iterations: Sinkhorn iterations; the first takes its rows from a softmax.
-        eps: added to the reading weights and to every sum that divides.
+        eps: added to the reading weights, to the softmax, and to every sum that divides.
 
     Returns:
-        pre [..., n], post [..., n], and comb [..., n, n] from source to destination stream, with columns that sum to 1.
+        pre [..., n], post [..., n], and comb [..., n, n] from source to destination stream, whose columns sum to
+        almost 1.
     """
-    n = int((1 + mixed.shape[-1]) ** 0.5) - 1  # m + 1 = (n + 1)^2
+    n = math.isqrt(mixed.shape[-1] + 1) - 1  # m + 1 = (n + 1)^2
     read, write, mix = jnp.split(mixed, [n, 2 * n], axis=-1)
     read_base, write_base, mix_base = jnp.split(base, [n, 2 * n])
     pre = jax.nn.sigmoid(read * scale[0] + read_base) + eps

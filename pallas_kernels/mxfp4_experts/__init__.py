@@ -1,5 +1,5 @@
 """Routed SwiGLU experts with packed MXFP4 weights."""
 
-from pallas_kernels.mxfp4_experts.reference import mxfp4_experts
+from pallas_kernels.mxfp4_experts.reference import Matrices, mxfp4_experts, swiglu
 
-__all__ = ["mxfp4_experts"]
+__all__ = ["Matrices", "mxfp4_experts", "swiglu"]

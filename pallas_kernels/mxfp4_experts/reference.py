@@ -1,13 +1,21 @@
 """What the operation means, and the path on machines without a kernel for it."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.block_scaled import BlockScaled
-from pallas_kernels.fp8_linear.reference import fp8_linear as matmul
-from pallas_kernels.rounding import round_to
+from pallas_kernels.block_scaled import BlockScaled, decoded_product
+from pallas_kernels.precision import round_to
+
+
+class Matrices(NamedTuple):
+    """Packed experts: `gate` and `up` [E, f, d], `down` [E, d, f] in logical shapes; without E for a single one."""
+
+    gate: BlockScaled
+    up: BlockScaled
+    down: BlockScaled
 
 
 def mxfp4_experts(
@@ -15,9 +23,7 @@ def mxfp4_experts(
     picks: jax.Array,
     weights: jax.Array,
     live: jax.Array,
-    gate: BlockScaled,
-    up: BlockScaled,
-    down: BlockScaled,
+    experts: Matrices,
     limit: float,
     hidden_input: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
@@ -31,32 +37,26 @@ def mxfp4_experts(
         picks: int32 [N, k], distinct experts of each row.
         weights: float32 [N, k], multiplied into the hidden vector before the down matrix.
         live: bool [N]; a dead row wakes no expert and gets zeros.
-        gate, up: logical shape [E, f, d].
-        down: logical shape [E, d, f].
+        experts: all E of them.
         limit: clamps the up product to +-limit and the gate product to at most limit.
         hidden_input: maps the rounded hidden vector [N, f] to what the down matrix sees.
 
     Returns:
         float32 [N, d]. Products are rounded to the dtype of `x`; sums are float32.
     """
-    experts = gate.shape[0]
-    awake = jnp.zeros(experts, bool).at[jnp.where(live[:, None], picks, experts)].set(True, mode="drop")
-    slots = min(experts, picks.size)
-    visits = jnp.argsort(~awake, stable=True)[:slots]  # awake experts first, both groups ascending
+    count = experts.gate.shape[0]
+    awake = jnp.zeros(count, bool).at[jnp.where(live[:, None], picks, count)].set(True, mode="drop")
+    visits = jnp.argsort(~awake, stable=True)[: min(count, picks.size)]  # awake experts first, in ascending order
 
-    def visit(expert: jax.Array) -> jax.Array:
-        own = [
-            jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert, keepdims=False), matrices)
-            for matrices in (gate, up, down)
-        ]
-        chosen = (picks == expert) & live[:, None]
+    def visit(number: jax.Array) -> jax.Array:
+        expert = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), experts)
+        chosen = (picks == number) & live[:, None]
         weight = jnp.sum(jnp.where(chosen, weights, 0), axis=-1)
-        return jnp.where(
-            jnp.any(chosen, axis=-1, keepdims=True), _expert(x, weight, own[0], own[1], own[2], limit, hidden_input), 0
-        )
+        out = _one_expert(x, weight, expert, limit, hidden_input)
+        return jnp.where(jnp.any(chosen, axis=-1, keepdims=True), out, 0)
 
-    def add(total: jax.Array, expert: jax.Array) -> tuple[jax.Array, None]:
-        return jax.lax.cond(awake[expert], lambda: total + visit(expert), lambda: total), None
+    def add(total: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
+        return jax.lax.cond(awake[number], lambda: total + visit(number), lambda: total), None
 
     total, _ = jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), visits)
     return total
@@ -68,15 +68,14 @@ def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
     return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
 
 
-def _expert(
+def _one_expert(
     x: jax.Array,
     weight: jax.Array,
-    gate: BlockScaled,
-    up: BlockScaled,
-    down: BlockScaled,
+    expert: Matrices,
     limit: float,
     hidden_input: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
-    hidden = swiglu(round_to(matmul(x, gate), x.dtype), round_to(matmul(x, up), x.dtype), limit)
-    hidden = round_to(weight[:, None] * hidden, x.dtype)
-    return round_to(matmul(hidden_input(hidden), down), x.dtype).astype(jnp.float32)
+    gate = round_to(decoded_product(x, expert.gate), x.dtype)
+    up = round_to(decoded_product(x, expert.up), x.dtype)
+    hidden = round_to(weight[:, None] * swiglu(gate, up, limit), x.dtype)
+    return round_to(decoded_product(hidden_input(hidden), expert.down), x.dtype).astype(jnp.float32)

@@ -154,6 +154,24 @@ def test_a_record_without_anything_to_judge_is_not_a_success(folder: Path, tmp_p
     assert report.not_compared == ["notes/x"]
 
 
+def test_groups_without_what_they_build_on_are_left_out(golden: Path, tmp_path: Path) -> None:
+    """A sinkhorn example without a prompt, and drafts along forced tokens that the record does not have."""
+    whole = load_file(golden / "expected.safetensors")
+    sinkhorn = {key: values for key, values in whole.items() if key.startswith("exact/sinkhorn/")}
+    report = comparison(golden, sinkhorn, tmp_path / "sinkhorn.safetensors")
+    assert report.ok
+    assert report.not_compared == ["exact/sinkhorn/mixes"]
+
+    part = {key: values for key, values in whole.items() if key.startswith(("exact/draft/", "exact/short/"))}
+    part["exact/prompt_ids"] = whole["exact/prompt_ids"]
+    report = comparison(golden, part, tmp_path / "part.safetensors")
+    assert report.ok
+    assert {row.key for row in report.rows} == {
+        f"exact/short/{key}" for key in ("hc_streams", "hc_head_out", "logits_last")
+    }
+    assert all(key.startswith("exact/draft/") for key in report.not_compared)
+
+
 @pytest.mark.parametrize(
     ("key", "values", "message"),
     [
@@ -198,6 +216,12 @@ def test_other_shapes_are_a_mismatch_with_a_note() -> None:
     result = row("exact/prefill_logits", np.zeros((2, 3)), np.zeros((2, 4)))
     assert not result.ok
     assert result.note == "shape [2, 3], recorded [2, 4]"
+
+
+def test_streams_of_another_shape_count_as_a_mismatch() -> None:
+    result = row("inference/short/hc_streams", np.zeros((2, 3)), np.zeros((2, 4)))
+    assert result.judged
+    assert not result.ok
 
 
 def test_whole_runs_in_official_numerics_are_reported_only() -> None:

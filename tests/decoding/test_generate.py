@@ -173,6 +173,8 @@ def test_a_drafter_that_proposes_nothing_is_an_error(model: Model, prompts: list
         ([[1]], {"max_new_tokens": -1}, "max_new_tokens is -1"),
         ([[1]], {"max_new_tokens": 10**12}, "expected at most 16777216"),
         ([[1]], {"draft_tokens": -2}, "draft_tokens is -2"),
+        ([[1]], {"stop_ids": [99999]}, "stop_ids: token id 99999 is outside"),
+        ([[1]], {"stop_ids": 5}, "stop_ids: expected a list of token ids"),
     ],
 )
 def test_bad_requests_get_a_sentence(model: Model, prompts: list, options: dict, message: str) -> None:

@@ -1,7 +1,12 @@
-"""Rounding points that the compiler keeps."""
+"""What every product and every rounding in this project means."""
 
 import jax
 import jax.numpy as jnp
+
+
+def contract(axes: str, *operands: jax.Array) -> jax.Array:
+    """`jnp.einsum` accumulated in float32: bfloat16 products are exact, float32 ones are taken at full precision."""
+    return jnp.einsum(axes, *operands, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 def round_to(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
