@@ -62,9 +62,8 @@ def _prompt(record: Record, sequences: dict[str, Run], seen: dict[str, Trace]) -
 
 
 def _fed(model: Model, record: Record, sequences: dict[str, Run]) -> Values:
-    steps = feed(
-        model, {name: sequences[name] for name in ("main", "tiny") if name in sequences and sequences[name].rest}
-    )
+    fed = {name: sequences[name] for name in ("main", "tiny") if name in sequences and sequences[name].rest}
+    steps = feed(model, fed) if fed else {}
     if "main" in steps:
         yield from _first(record, "exact/decode/logits", steps["main"].logits)
         yield from _first(record, "exact/decode/main_hidden", steps["main"].taps)
