@@ -177,7 +177,7 @@ def test_generate_refuses_in_one_line(arguments: list[str], complaint: str, dspa
 
 def test_generate_refuses_text_of_no_tokens(folder: Path, dspark: Dspark) -> None:
     ran = dspark("generate", "  ", "--checkpoint", str(folder))
-    assert (ran.code, ran.err) == (2, "dspark: PROMPT is empty; generation needs at least one token id.\n")
+    assert (ran.code, ran.err) == (2, "dspark: PROMPT is empty; give at least one token id.\n")
 
 
 def test_unreadable_folder(tmp_path: Path, dspark: Dspark) -> None:
@@ -292,7 +292,8 @@ def test_caches_and_devices_of_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts.weight_bytes_per_device(entries, 4) == whole - experts + experts // 4
 
     million = facts.cache_bytes(config, 2**20)
-    entry_bytes = 21 * 2**18 * (512 + 128) * 2 + 20 * 2**13 * 512 * 2  # CSA with indexer, HCA
+    room = 5 / 4 * 2**20  # a step more than the context takes the next capacity
+    entry_bytes = room * (21 / 4 * (512 + 128) + 20 / 128 * 512) * 2  # CSA with indexer, HCA
     assert entry_bytes < million < 1.01 * entry_bytes
 
     monkeypatch.setattr(facts, "device_memory", lambda devices: 150_000_000_000)
