@@ -14,7 +14,14 @@ from dspark_jax.config import ModelConfig
 from dspark_jax.decoding.forward import Forward, forward
 from dspark_jax.decoding.generate import Completions, generate
 from dspark_jax.decoding.statistics import Statistics
-from dspark_jax.errors import CheckpointError, ConfigError, DsparkError, RequestError, SilentDrafterError
+from dspark_jax.errors import (
+    CheckpointError,
+    ConfigError,
+    DsparkError,
+    NotFiniteError,
+    RequestError,
+    SilentDrafterError,
+)
 from dspark_jax.model.model import Model
 from dspark_jax.model.numerics import Numerics
 
@@ -26,6 +33,7 @@ __all__ = [
     "Forward",
     "Model",
     "ModelConfig",
+    "NotFiniteError",
     "Numerics",
     "RequestError",
     "SilentDrafterError",

@@ -18,6 +18,7 @@ from pallas_kernels.block_scaled import BLOCKS
 LayerKind = Literal["sliding", "csa", "hca"]
 
 OVERLAP_RATIO = 4  # the one ratio whose windows overlap and whose entries an indexer selects (CSA)
+LARGEST_INTEGER = 2**31 - 1  # sizes and ids are int32 on the device
 FP4_GROUP = BLOCKS["e2m1"][1]  # widths of expert matrices must be multiples of it
 
 # Facts of the architecture that a checkpoint states and this code relies on.
@@ -279,7 +280,7 @@ class _Reader:
 
     def integer(self, name: str, minimum: int = 1) -> int:
         value = self.raw.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= LARGEST_INTEGER:
             raise self.error(name, f"an integer of at least {minimum}")
         return value
 

@@ -17,5 +17,9 @@ class RequestError(DsparkError):
     """A call or a command line asks for something impossible, such as a token id outside the vocabulary."""
 
 
+class NotFiniteError(DsparkError):
+    """The target's logits were not finite, so that no token could be chosen."""
+
+
 class SilentDrafterError(DsparkError):
     """The drafter was on and allowed to offer drafts, and offered none in the whole generation."""

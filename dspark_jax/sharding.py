@@ -6,7 +6,9 @@ from functools import cache
 from typing import Literal
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from dspark_jax.errors import RequestError
 
 Axis = Literal["vocabulary", "heads", "expert"]
 
@@ -23,6 +25,15 @@ class AxisRules:
 
 
 RULES = AxisRules()
+
+
+def automatic(mesh: Mesh | None) -> Mesh | None:
+    """The same mesh with automatic axes; `jax.make_mesh` makes explicit ones, under which layers would not trace."""
+    if mesh is None:
+        return None
+    if not isinstance(mesh, Mesh):
+        raise RequestError(f"mesh is {mesh!r}; expected a jax.sharding.Mesh or None.")
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def sharding_of(mesh: Mesh | AbstractMesh | None, axes: tuple[Axis | None, ...], shape: tuple[int, ...]) -> Sharding:

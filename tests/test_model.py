@@ -28,13 +28,24 @@ from dspark_jax.model.rows import Rows, Setting
 from dspark_jax.model.target import lm_logits, target_step
 from pallas_kernels.hyper_connection import expand, split_mixes
 
-BATCH, TOKENS, CHUNK = 2, 140, 64
+BATCH, TOKENS = 2, 140
 QUICK = {"xla_backend_optimization_level": 0}  # for programs that take longer to compile than to run
 
 with_drafter = pytest.mark.parametrize("case", [name for name in CONFIGS if CONFIGS[name].drafter], indirect=True)
 
 
 # Against the oracle --------------------------------------------------------------------------------------------------
+
+
+@partial(jax.jit, compiler_options=QUICK)
+def target_program(model: Model, setting: Setting, ids: jax.Array) -> Forward:
+    """The target on whole sequences at once."""
+    assert model.target is not None
+    batch, tokens = ids.shape
+    rows = Rows(ids, jnp.zeros(batch, jnp.int32), jnp.full(batch, tokens, jnp.int32))
+    cache = target_cache(model.config, model.numerics, batch, tokens, width=1)
+    step = target_step(model.target, model.vocabulary, rows, cache, setting)
+    return Forward(lm_logits(model.vocabulary, step.hidden), step.taps, step.seen)
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,7 +71,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ids = random_ids(model.config, BATCH, TOKENS, seed=11)
     expected = [target(model.config, weights, row) for row in ids]
     clear = [clear_positions(run) for run in expected]
-    return Case(model, weights, ids, forward(model, ids, internals=True, chunk=CHUNK), expected, clear)
+    result = target_program(model, model.setting(TOKENS), jnp.asarray(ids))
+    return Case(model, weights, ids, result, expected, clear)
 
 
 def clear_positions(run: Result) -> int:
@@ -116,6 +128,16 @@ def test_index_picks(case: Case) -> None:
                 picks = np.asarray(layer.index_picks)[row, :clear]
                 assert [{w for w in t if w >= 0} for t in picks.tolist()] == run.index_picks[number][:clear]
                 np.testing.assert_array_equal((picks >= 0).sum(1), [len(p) for p in run.index_picks[number][:clear]])
+
+
+@pytest.mark.parametrize("case", ["two-streams"], indirect=True)
+def test_forward_in_chunks(case: Case) -> None:
+    """The last of the three chunks is cut."""
+    result = forward(case.model, case.ids, internals=True, chunk=64)
+    assert jax.tree.map(jnp.shape, result) == jax.tree.map(jnp.shape, case.result)
+    for actual, expected in zip(jax.tree.leaves(result), jax.tree.leaves(case.result), strict=True):
+        clear = min(case.clear)
+        assert_close(actual[:, :clear], np.asarray(expected)[:, :clear])
 
 
 # The drafter ---------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ a prefill step of CHUNK rows, more than any ring holds. All else is data: who st
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from oracle import OVERLAP_RATIO, Array, Weights, margins, target
 from tiny_configs import CONFIGS, NEAR_TIE, TOLERANCE, oracle_weights, random_ids, smallest_margins, tiny_model
 
 from dspark_jax import Model, ModelConfig
+from dspark_jax.model import cache as cache_module
 from dspark_jax.model.cache import (
     DrafterCache,
     TargetCache,
@@ -49,7 +51,7 @@ def target_program(
     return lm_logits(model.vocabulary, step.hidden), step.taps, step.cache
 
 
-@jax.jit
+@partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # takes longer to compile than to run
 def drafter_program(
     model: Model, setting: Setting, rows: Rows, taps: jax.Array, cache: DrafterCache, anchor: jax.Array
 ) -> tuple[DrafterCache, DraftStep]:
@@ -364,6 +366,16 @@ def shortened(cache: TargetCache, template: TargetCache, length: Array) -> Targe
         return jnp.asarray(np.asarray(ring)[np.arange(BATCH)[:, None], positions % ring.shape[1]])
 
     return jax.tree.map(copy, cache, template)
+
+
+def test_kept_rows_have_slots_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scatter promises unique indices, and no result on a CPU tells if they are not; 17 live rows, ring of six."""
+    calls = []
+    monkeypatch.setattr(cache_module, "write", lambda *arguments: calls.append(arguments))
+    write_ring(jnp.zeros((1, 6)), rows_of(np.zeros((1, 20)), np.array([9]), np.array([17])), jnp.zeros((1, 20)))
+    ((_, slots, _, keep),) = calls
+    assert np.flatnonzero(keep[0]).tolist() == [*range(11, 17)]
+    assert sorted(slots[keep].tolist()) == [*range(6)]
 
 
 def test_one_row_is_written_like_many() -> None:

@@ -14,7 +14,7 @@ from dspark_jax.config import ModelConfig
 from dspark_jax.errors import CheckpointError, RequestError
 from dspark_jax.model.model import PARTS, Model, Part, abstract_model
 from dspark_jax.model.numerics import Numerics, numerics_of
-from dspark_jax.sharding import sharding_of
+from dspark_jax.sharding import automatic, sharding_of
 
 LEGACY_MTP = ("enorm", "hnorm", "e_proj", "h_proj")  # modules of the one-layer predictor that preceded DSpark
 NAN_CODES = {"F8_E8M0": (0xFF,), "F8_E4M3": (0x7F, 0xFF)}
@@ -39,7 +39,7 @@ def load(
         directory: folder with `config.json`, `model.safetensors.index.json` and the shards. Only the shards that the
             parts need have to be there.
         numerics: a preset, "float32", "official" or "bfloat16", or a `Numerics`.
-        mesh: None for the first device.
+        mesh: None for the first device. Its axes are taken as automatic: XLA partitions the computation.
         parts: "target", "drafter" or both. A checkpoint without a DSpark drafter gives a target alone.
         progress: told about the bytes read.
 
@@ -48,7 +48,7 @@ def load(
         CheckpointError: a file or tensor is missing, unexpected, misshapen, mistyped or damaged; the message names it.
         RequestError: unknown numerics, or a part that the checkpoint does not have.
     """
-    if not parts or any(part not in PARTS for part in parts):
+    if not isinstance(parts, Sequence) or not parts or any(part not in PARTS for part in parts):
         known = ", ".join(map(repr, PARTS))
         raise RequestError(f"parts is {parts!r}; expected a tuple of one or both of {known}, such as ('target',).")
     config = ModelConfig.from_file(Path(directory) / "config.json")
@@ -58,6 +58,7 @@ def load(
     folder = CheckpointFolder.open(directory)
     entries = layout(abstract)
     account(entries, folder, abstract, parts)
+    mesh = automatic(mesh)
     return fill(abstract, entries, lambda entry: read_leaf(entry, folder, mesh, config), progress)
 
 
@@ -85,7 +86,7 @@ def _check_tensor(name: str, entry: Entry, folder: CheckpointFolder) -> None:
     if name not in folder.names:
         raise CheckpointError(
             f"{folder.directory}: tensor {name} is missing; config.json calls for it as {entry.dtype} "
-            f"{list(entry.shape)}. Fetch the checkpoint again, or correct config.json."
+            f"{list(entry.shape)}. Fetch the checkpoint again, correct config.json, or load another part (parts=...)."
         )
     info = folder.info(name)
     if (info.dtype, info.shape) != (entry.dtype, entry.shape):

@@ -15,7 +15,8 @@ from dspark_jax.model.model import Model
 def save(model: Model, directory: str | Path) -> None:
     """Writes a model in the official layout: a shard for each layer and stage, an index and `config.json`.
 
-    The folder appears under its name only when it is whole.
+    One part alone is saved with the whole configuration, so it is loaded with `parts`, too. The folder appears under
+    its name only when it is whole.
 
     Raises:
         CheckpointError: `directory` exists and is not empty.

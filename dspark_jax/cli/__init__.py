@@ -4,9 +4,12 @@ Results go to stdout, everything else (progress, warnings, errors) to stderr. Ex
 found a difference, 2 for input that cannot be used.
 """
 
+import logging
+import os
 import sys
 from collections.abc import Sequence
 
+import jax
 import tyro
 from tyro.extras import SubcommandApp
 
@@ -39,20 +42,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: after `--help` (code 0), and for options that do not exist or do not parse (code 2).
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
+    logging.basicConfig(format="dspark: warning: %(message)s", level=logging.WARNING)
     with one_line_warnings():
         try:
-            return _app().cli(
+            code = _app().cli(
                 prog="dspark",
                 description=DESCRIPTION,
                 args=arguments,
                 config=(tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff),
             )
+            sys.stdout.flush()
+            return code
         except DsparkError as error:
             print_error(str(error))
+            return 2
+        except (MemoryError, jax.errors.JaxRuntimeError) as error:
+            print_error(f"memory or device gave up ({short_reason(error)}); use a shorter context or more devices.")
+            return 2
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the last flush stays quiet, too
+            return 141
+        except OSError as error:
+            print_error(f"output cannot be written ({error.strerror or error}).")
             return 2
         except KeyboardInterrupt:
             print_error("interrupted.")
             return 130
+
+
+def short_reason(error: BaseException) -> str:
+    """The first line of what was said, or the kind of error where nothing was."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _app() -> SubcommandApp:

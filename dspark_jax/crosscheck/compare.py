@@ -110,7 +110,7 @@ def judge(key: str, computed: np.ndarray, recorded: np.ndarray) -> Row:
         return Row(key, _max_abs(computed, recorded), worst, LAYER_RMS, True, worst <= LAYER_RMS, note)
     if np.issubdtype(recorded.dtype, np.integer) or _is_bitwise(key):
         wrong = _differing(computed, recorded)
-        return Row(key, float(wrong), _relative_rms(computed, recorded), 0.0, _is_judged(key), wrong == 0, "discrete")
+        return Row(key, float(wrong), _relative_rms(computed, recorded), 0.0, _is_judged(key), wrong == 0)
     error, tolerance = _max_abs(computed, recorded), _tolerance(key, recorded)
     return Row(key, error, _relative_rms(computed, recorded), tolerance, _is_judged(key), error <= tolerance)
 

@@ -62,7 +62,7 @@ def _prompt(record: Record, sequences: dict[str, Run], seen: dict[str, Trace]) -
 
 
 def _fed(model: Model, record: Record, sequences: dict[str, Run]) -> Values:
-    fed = {name: sequences[name] for name in ("main", "tiny") if name in sequences and sequences[name].rest}
+    fed: dict[str, Run] = {name: sequences[name] for name in PROMPT_ALONE if name in sequences and sequences[name].rest}
     steps = feed(model, fed) if fed else {}
     if "main" in steps:
         yield from _first(record, "exact/decode/logits", steps["main"].logits)

@@ -53,8 +53,8 @@ def forward(model: Model, ids: jax.typing.ArrayLike, internals: bool = False, ch
     if tokens.ndim != 2 or not tokens.shape[0]:
         raise RequestError(f"ids has shape {list(tokens.shape)}; expected [batch, tokens].")
     tokens = np.array([check_prompt(row, model.config.vocab_size, "ids") for row in tokens], np.int32)
-    if chunk < 1:
-        raise RequestError(f"chunk is {chunk}; expected at least 1.")
+    if not isinstance(chunk, int) or chunk < 1:
+        raise RequestError(f"chunk is {chunk!r}; expected an integer of at least 1.")
     length = tokens.shape[1]
     capacity = bucket(length)
     width = min(chunk, capacity)

@@ -3,7 +3,7 @@
 import logging
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 from dspark_jax.decoding.loop import decode, prefill
 from dspark_jax.decoding.state import State, bucket, initial_state
 from dspark_jax.decoding.statistics import Statistics
-from dspark_jax.errors import RequestError, SilentDrafterError
+from dspark_jax.errors import NotFiniteError, RequestError, SilentDrafterError
 from dspark_jax.model.model import Model
 from dspark_jax.model.rows import Setting
 
@@ -61,11 +61,14 @@ def generate(
 
     Raises:
         RequestError: no target, no prompt, an empty prompt, an id outside the vocabulary, a negative or absurd number.
+        NotFiniteError: the target's logits are not finite.
         SilentDrafterError: the drafter was allowed to draft and never offered a finite draft.
     """
     if model.target is None:
         raise RequestError("generate needs a target, and this model was loaded with the drafter alone.")
     vocabulary = model.config.vocab_size
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts is {prompts!r}; expected a list of lists of token ids.")
     ids = [check_prompt(prompt, vocabulary, f"prompt {i}") for i, prompt in enumerate(prompts)]
     if not ids:
         raise RequestError("there is no prompt; pass at least one list of token ids.")
@@ -166,6 +169,9 @@ def _draft_tokens(wanted: int | None, block: int) -> int:
 
 def _completions(state: State, prompts: Sequence[Sequence[int]]) -> Completions:
     tokens, length = np.asarray(state.tokens), np.asarray(state.length)
+    if not np.all(state.finite):
+        broken = np.flatnonzero(~np.asarray(state.finite)).tolist()
+        raise NotFiniteError(f"the target's logits are not finite for prompts {broken}; check its weights.")
     statistics = Statistics.of(state.counters)
     allowed_rounds = int(np.asarray(state.counters.allowed_rounds).sum())
     if allowed_rounds and not statistics.offered_drafts:

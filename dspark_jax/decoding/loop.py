@@ -65,7 +65,9 @@ def decode_round(model: Model, setting: Setting, state: State, draft_tokens: jax
     start = state.length - 1
     rows = Rows(jnp.concatenate([anchor[:, None], drafts], axis=1), start, jnp.where(active, 1 + offered, 0))
     passed = target_step(_target(model), model.vocabulary, rows, state.target, setting)
-    verdict = accept_greedy(lm_logits(model.vocabulary, passed.hidden), drafts, offered)
+    logits = lm_logits(model.vocabulary, passed.hidden)
+    finite = state.finite & jnp.all(jnp.isfinite(logits) | ~rows.live[..., None], axis=(1, 2))
+    verdict = accept_greedy(logits, drafts, offered)
     kept = replace(rows, count=jnp.where(active, 1 + verdict.accepted, 0))
     drafter = _remember(model, setting, state.drafter, passed.taps, kept)
 
@@ -78,7 +80,8 @@ def decode_round(model: Model, setting: Setting, state: State, draft_tokens: jax
         tokens=tokens,
         length=length,
         limit=state.limit,
-        done=state.done | cut.stopped | (length >= state.limit),
+        done=state.done | cut.stopped | (length >= state.limit) | ~finite,
+        finite=finite,
         target=passed.cache,
         drafter=drafter,
         counters=state.counters.count(active, allowed > 0, cut),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 from dspark_jax.decoding.statistics import Counters
 from dspark_jax.model.cache import DrafterCache, TargetCache, drafter_cache, target_cache
@@ -19,6 +20,7 @@ class State:
         length: int32 [B], committed length n. Token n-1 is the anchor: committed, not yet through the target.
         limit: int32 [B], the length at which a sequence has spent its budget.
         done: bool [B], sequences that write nothing more.
+        finite: bool [B], false once a live row's logits were not; such a sequence is done.
         target: valid for positions 0 ... n-2.
         drafter: valid for positions 0 ... n-2; without stages where there is no drafter.
         counters: what has happened so far.
@@ -28,6 +30,7 @@ class State:
     length: jax.Array
     limit: jax.Array
     done: jax.Array
+    finite: jax.Array
     target: TargetCache
     drafter: DrafterCache
     counters: Counters
@@ -47,6 +50,7 @@ def initial_state(model: Model, tokens: jax.Array, length: jax.Array, limit: jax
         length=length,
         limit=limit,
         done=length >= limit,
+        finite=jnp.ones(batch, bool),
         target=target_cache(model.config, model.numerics, batch, capacity, model.step_width),
         drafter=drafter_cache(model.config, model.numerics, batch) if model.drafter else DrafterCache(()),
         counters=Counters.zeros(batch, model.block_size),

@@ -578,3 +578,12 @@ class TestMesh:
         name = "layers.2.ffn.experts.7.w2.scale"
         write_folder(tmp_path / "x", golden_config(), [contents | {name: with_value(contents[name], (0, 0), 0xFF)}])
         assert f"tensor {name} (F8_E8M0) holds NaN" in refusal(tmp_path / "x", mesh=mesh)
+
+
+def test_a_mesh_with_explicit_axes_is_taken_as_automatic() -> None:
+    mesh = jax.make_mesh((2, 4), ("tensor", "expert"))
+    model = dspark_jax.load(GOLDEN / "tiny-a", mesh=mesh)
+    mesh_of_head = model.vocabulary.head[...].sharding.mesh
+    assert mesh_of_head.axis_types == (jax.sharding.AxisType.Auto,) * 2
+    with pytest.raises(dspark_jax.RequestError, match=r"mesh is 3; expected a jax\.sharding\.Mesh"):
+        dspark_jax.load(GOLDEN / "tiny-a", mesh=3)

@@ -133,3 +133,9 @@ class TestPlaces:
         dspark_jax.save(model, str(tmp_path / "out"))
         dspark_jax.save(model, str(tmp_path / "a" / "b"))
         assert stored(tmp_path / "out") == stored(tmp_path / "a" / "b") == stored(GOLDEN / "tiny-a")
+
+
+def test_loading_all_of_a_saved_part_says_how_to_load_the_part(tmp_path: Path) -> None:
+    dspark_jax.save(dspark_jax.load(GOLDEN / "tiny-a", parts=("target",)), tmp_path / "target")
+    with pytest.raises(dspark_jax.CheckpointError, match=r"is missing.*load another part \(parts="):
+        dspark_jax.load(tmp_path / "target")

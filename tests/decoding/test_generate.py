@@ -191,3 +191,17 @@ def test_parts_that_are_missing_are_named(golden: Path) -> None:
     target = dspark_jax.load(golden, parts=("target",))
     with pytest.raises(dspark_jax.RequestError, match="has no drafter; use 0"):
         dspark_jax.generate(target, [[1]], draft_tokens=1)
+
+
+def test_a_target_that_is_not_finite_is_named(model: Model, prompts: list[list[int]]) -> None:
+    """A planted fault: one not-a-number in a norm of the target, with and without drafts."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(model)
+    broken = [
+        leaf.at[0].set(jnp.nan) if jax.tree_util.keystr(path).startswith(".target.norm") else leaf
+        for path, leaf in leaves
+    ]
+    for draft_tokens in (0, 5):
+        with pytest.raises(
+            dspark_jax.NotFiniteError, match=r"the target's logits are not finite for prompts \[0, 1, 2, 3\]"
+        ):
+            complete(jax.tree.unflatten(structure, broken), prompts, draft_tokens=draft_tokens)
