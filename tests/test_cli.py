@@ -7,15 +7,16 @@ import sysconfig
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import pytest
+from test_config import FLASH
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from dspark_jax.checkpoint.layout import layout
 from dspark_jax.cli import crosscheck, facts, main
-from dspark_jax.config import FIXED_FIELDS, FIXED_QUANTIZATION, ModelConfig
+from dspark_jax.config import ModelConfig
 from dspark_jax.crosscheck.compare import Report, Row
 from dspark_jax.model.model import abstract_model
 from dspark_jax.model.numerics import numerics_of
@@ -23,52 +24,6 @@ from dspark_jax.model.numerics import numerics_of
 GOLDEN = Path(__file__).parent / "golden"
 TINY_A = str(GOLDEN / "tiny-a")
 EXPERT_BYTES = 13_369_344  # three packed FP4 matrices and their scales in Flash
-
-# config.json of DeepSeek-V4-Flash-0731
-FLASH: dict[str, Any] = {
-    **FIXED_FIELDS,
-    "quantization_config": FIXED_QUANTIZATION,
-    "vocab_size": 129280,
-    "hidden_size": 4096,
-    "num_hidden_layers": 43,
-    "num_attention_heads": 64,
-    "head_dim": 512,
-    "qk_rope_head_dim": 64,
-    "q_lora_rank": 1024,
-    "o_groups": 8,
-    "o_lora_rank": 1024,
-    "sliding_window": 128,
-    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0, 0, 0],
-    "compress_rope_theta": 160000,
-    "rope_theta": 10000,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 16,
-        "original_max_position_embeddings": 65536,
-        "type": "yarn",
-    },
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-    "index_topk": 512,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 6,
-    "num_hash_layers": 3,
-    "num_nextn_predict_layers": 1,
-    "routed_scaling_factor": 1.5,
-    "swiglu_limit": 10.0,
-    "hc_mult": 4,
-    "hc_sinkhorn_iters": 20,
-    "hc_eps": 1e-6,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 1048576,
-    "eos_token_id": 1,
-    "dspark_block_size": 5,
-    "dspark_noise_token_id": 128799,
-    "dspark_target_layer_ids": [40, 41, 42],
-    "dspark_markov_rank": 256,
-}
 
 
 class Ran(NamedTuple):

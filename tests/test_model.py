@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from oracle import Array, DraftResult, Result, Weights, draft, target
-from tiny_configs import CONFIGS, NEAR_TIE, TOLERANCE, oracle_weights, random_ids, smallest_margins, tiny_model
+from random_model import random_model
+from tiny_configs import CONFIGS, NEAR_TIE, TOLERANCE, oracle_weights, random_ids, smallest_margins
 
 from dspark_jax import Forward, Model, ModelConfig, forward
 from dspark_jax.model import indexer
@@ -66,7 +67,7 @@ class Case:
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    model = tiny_model(CONFIGS[request.param])
+    model = random_model(CONFIGS[request.param])
     weights = oracle_weights(model, tmp_path_factory.mktemp("model") / "checkpoint")
     ids = random_ids(model.config, BATCH, TOKENS, seed=11)
     expected = [target(model.config, weights, row) for row in ids]

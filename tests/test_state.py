@@ -15,7 +15,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from oracle import OVERLAP_RATIO, Array, Weights, margins, target
-from tiny_configs import CONFIGS, NEAR_TIE, TOLERANCE, oracle_weights, random_ids, smallest_margins, tiny_model
+from random_model import random_model
+from tiny_configs import CONFIGS, NEAR_TIE, TOLERANCE, oracle_weights, random_ids, smallest_margins
 
 from dspark_jax import Model, ModelConfig
 from dspark_jax.model import cache as cache_module
@@ -133,7 +134,7 @@ def tally() -> Iterator[Tally]:
 
 
 def make_lab(name: str, tmp_path_factory: pytest.TempPathFactory, tally: Tally) -> Lab:
-    model = tiny_model(CONFIGS[name])
+    model = random_model(CONFIGS[name])
     weights = oracle_weights(model, tmp_path_factory.mktemp("state") / name)
     return Lab(model.config, model, model.setting(CAPACITY), weights, tally)
 
@@ -502,7 +503,7 @@ class DraftLab:
 
 @pytest.fixture(scope="module", params=WITH_DRAFTER)
 def drafts(request: pytest.FixtureRequest, tally: Tally) -> DraftLab:
-    model = tiny_model(CONFIGS[request.param])
+    model = random_model(CONFIGS[request.param])
     return DraftLab(model, model.setting(CAPACITY), tally)
 
 

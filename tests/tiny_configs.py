@@ -1,22 +1,12 @@
-"""Six tiny models that between them have every kind of layer and odd sizes, for the tests of states and of the model.
-
-Weights come from NumPy, which compiles nothing: a model takes milliseconds.
-"""
+"""Six tiny models that between them have every kind of layer and odd sizes, for tests of states and of the model."""
 
 import dataclasses
-import math
 from pathlib import Path
 
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from oracle import Array, Result, Weights, read_weights
 
 from dspark_jax import Model, ModelConfig, save
-from dspark_jax.checkpoint.layout import Entry, layout
-from dspark_jax.checkpoint.load import fill
-from dspark_jax.model.model import abstract_model
-from dspark_jax.model.numerics import numerics_of
 
 TOLERANCE = 3e-4  # of logits, taps, streams and caches, all of size one
 NEAR_TIE = 1e-5  # float32 decides a choice whose margin is smaller by its rounding
@@ -92,13 +82,6 @@ CONFIGS = {
 }
 
 
-def tiny_model(config: ModelConfig, seed: int = 0) -> Model:
-    """A float32 model with packed random weights that keep activations at size one."""
-    rng = np.random.default_rng(seed)
-    abstract = abstract_model(config, numerics_of("float32"))
-    return fill(abstract, layout(abstract), lambda entry: jnp.asarray(_draw(entry, config, rng)))
-
-
 def oracle_weights(model: Model, folder: Path) -> Weights:
     """The weights as the oracle reads them from the official files that `save` wrote."""
     save(model, folder)
@@ -112,33 +95,3 @@ def smallest_margins(run: Result) -> Array:
 
 def random_ids(config: ModelConfig, *shape: int, seed: int) -> Array:
     return np.random.default_rng(seed).integers(config.vocab_size, size=shape, dtype=np.int32)
-
-
-def _draw(entry: Entry, config: ModelConfig, rng: np.random.Generator) -> Array:
-    shape, name = entry.leaf.shape, entry.names[0]
-    match entry.dtype:
-        case "I64":
-            return rng.random((shape[0], config.n_routed_experts)).argsort(1)[:, : shape[1]].astype(np.int32)
-        case "F8_E4M3":
-            bits = rng.integers(256, size=shape)
-            return (bits & 0x87 | (4 + bits // 8 % 4) << 3).astype(np.uint8)  # +-1/8 to +-2
-        case "I8":
-            return rng.integers(256, size=shape, dtype=np.uint8)
-        case "F8_E8M0":
-            return (_middle_scale(name, config) + rng.integers(-1, 2, size=shape)).astype(np.uint8)
-    return _draw_float(name, shape, rng).astype(ml_dtypes.bfloat16 if entry.dtype == "BF16" else np.float32)
-
-
-def _middle_scale(name: str, config: ModelConfig) -> int:
-    """A scale that gives the rows of a packed matrix a norm of about one."""
-    rms_of_codes = 2.9 if ".experts." in name else 1.2
-    return 127 - round(math.log2(rms_of_codes * math.sqrt(config.hidden_size)))
-
-
-def _draw_float(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
-    noise = rng.standard_normal(shape)
-    if name.endswith(("norm.weight", "_scale")):
-        return 1 + 0.1 * noise
-    if len(shape) == 1 or name.endswith("ape"):
-        return 0.3 * noise
-    return noise if name == "embed.weight" or "markov_w1" in name else noise / math.sqrt(shape[-1])
