@@ -82,7 +82,7 @@ def read_messages(path: Path) -> list[Message]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RequestError(f"{path}: cannot be read ({error.strerror}); expected a JSON file of messages.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{path}: is not JSON ({error}); expected a list of messages.") from error
     return messages_of(document, str(path))
 
@@ -227,7 +227,6 @@ def _arguments(function: dict[str, Any], where: str) -> str:
     call = f"{where}: the call of {function['name']}"
     if not isinstance(text, str):
         raise RequestError(f"{call} has the arguments {arguments!r}; expected an object, or its JSON as text.")
-
     try:
         parsed = json.loads(text)
         to_json(parsed).encode("utf-8")

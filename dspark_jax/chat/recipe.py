@@ -2,9 +2,9 @@
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from types import ModuleType
 from typing import Any, Literal
 
@@ -32,8 +32,7 @@ class Prompt:
     special: tuple[tuple[int, int], ...] = ()
 
     def __add__(self, other: "Prompt") -> "Prompt":
-        shift = len(self.text)
-        return Prompt(self.text + other.text, self.special + tuple((a + shift, b + shift) for a, b in other.special))
+        return joined([self, other])
 
     def part(self, start: int, stop: int | None = None) -> "Prompt":
         """Characters `start` to `stop`, which must cut no token."""
@@ -44,6 +43,16 @@ class Prompt:
     def insert(self, at: int, other: "Prompt") -> "Prompt":
         """The prompt with another one put in before character `at`."""
         return self.part(0, at) + other + self.part(at)
+
+
+def joined(prompts: Iterable[Prompt]) -> Prompt:
+    """Prompts one after the other."""
+    texts, special, length = [], [], 0
+    for prompt in prompts:
+        texts.append(prompt.text)
+        special += [(start + length, stop + length) for start, stop in prompt.special]
+        length += len(prompt.text)
+    return Prompt("".join(texts), tuple(special))
 
 
 def token(text: str) -> Prompt:
@@ -106,19 +115,27 @@ def _message(recipe: ModuleType, turn: Turn, effort: Effort | None) -> Any:
 
 
 def _respell_calls(prompt: Prompt, turns: Sequence[Turn]) -> Prompt:
-    """Calls as the encoding file spells them: numbers as Python does, an empty line where there are no arguments."""
-    arguments = [item for turn in turns for call in turn.tool_calls for item in _arguments(call).items()]
-    after_dsml = [(b, c) for (a, b), (c, _) in pairwise(prompt.special) if prompt.text[a:b] == DSML]
-    for start, stop in reversed(after_dsml):
-        between = prompt.text[start:stop]
-        if between.startswith("invoke name=") and between.endswith('">\n</'):
-            prompt = prompt.insert(stop - len("</"), Prompt("\n"))
-        elif between.startswith("parameter name=") and arguments:  # after these come only those of the fixed text
-            name, value = arguments.pop()
-            if not isinstance(value, str):
-                written = Prompt(f'parameter name="{name}" string="false">{to_json(value)}</')
-                prompt = prompt.part(0, start) + written + prompt.part(stop)
-    return prompt
+    """Calls as the encoding file spells them, where the package does otherwise."""
+    arguments = deque(item for turn in turns for call in turn.tool_calls for item in _arguments(call).items())
+    ends = [*(start for start, _ in prompt.special[1:]), len(prompt.text)]
+    pieces = []
+    for (start, stop), end in zip(prompt.special, ends, strict=True):  # the first token is at the front
+        spelling, following = prompt.text[start:stop], prompt.text[stop:end]
+        pieces += [token(spelling), Prompt(_respell(following, arguments) if spelling == DSML else following)]
+    return joined(pieces)
+
+
+def _respell(tag: str, arguments: deque[tuple[str, Any]]) -> str:
+    """What follows a DSML token: an empty line in a call without arguments, values as Python writes their JSON."""
+    if tag.startswith("invoke name=") and tag.endswith('">\n</'):
+        return tag.removesuffix("</") + "\n</"
+    if arguments:
+        name, value = arguments[0]
+        opening = f'parameter name="{name}" string="{"true" if isinstance(value, str) else "false"}">'
+        if tag.startswith(opening):  # not the parameter in the text that declares tools
+            arguments.popleft()
+            return tag if isinstance(value, str) else f"{opening}{to_json(value)}</"
+    return tag
 
 
 def _texts_only(call: ToolCall) -> str:
