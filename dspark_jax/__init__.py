@@ -24,6 +24,7 @@ from dspark_jax.errors import (
 )
 from dspark_jax.model.model import Model
 from dspark_jax.model.numerics import Numerics
+from dspark_jax.sharding import make_mesh
 
 __all__ = [
     "CheckpointError",
@@ -41,5 +42,6 @@ __all__ = [
     "forward",
     "generate",
     "load",
+    "make_mesh",
     "save",
 ]

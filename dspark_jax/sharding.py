@@ -1,8 +1,8 @@
 """Sharding rules as data: which mesh axes split which logical axis; and how a batch and its model meet on a mesh.
 
-Three mesh axes have a meaning. "data" splits the sequences of a batch, and every group of devices along it holds a whole
-model. "tensor" splits every large weight: heads, vocabulary, the shared expert's hidden axis, and whole routed experts.
-"expert" splits routed experts and nothing else. A mesh may lack any of them.
+Three mesh axes have a meaning. "data" splits the sequences of a batch: each group of devices along it holds a whole
+model. "tensor" splits the large weights: heads, vocabulary, the shared expert's hidden axis, and the set of routed
+experts. "expert" splits the set of routed experts and nothing else. A mesh may lack any of them.
 """
 
 import logging
@@ -84,8 +84,8 @@ def sharding_of(mesh: Mesh | AbstractMesh | None, axes: tuple[Axis | None, ...],
     Args:
         mesh: None puts the array on the first device of this process.
         axes: a logical axis or None for each dimension.
-        shape: global shape. An axis that the mesh does not have, or that does not divide its dimension, is replicated
-            (logged once).
+        shape: global shape. An axis that the mesh does not have is replicated; so is one that does not divide its
+            dimension (logged once).
     """
     if mesh is None:
         return SingleDeviceSharding(jax.local_devices()[0])
@@ -95,7 +95,7 @@ def sharding_of(mesh: Mesh | AbstractMesh | None, axes: tuple[Axis | None, ...],
 
 def mesh_axes(mesh: Mesh | AbstractMesh, axis: Axis | None, size: int) -> MeshAxes:
     """The mesh axes that split a logical axis of this size; () for none."""
-    names = tuple(name for name in getattr(RULES, axis) if name in mesh.shape) if axis else ()
+    names = tuple(name for name in getattr(RULES, axis) if mesh.shape.get(name, 1) > 1) if axis else ()
     choices = (names, *((name,) for name in names if len(names) > 1), ())
     chosen = next(choice for choice in choices if size % _devices(mesh, choice) == 0)
     if chosen != names:

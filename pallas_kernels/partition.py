@@ -23,7 +23,7 @@ class Partition:
     experts: tuple[str, ...]
 
     def rows_of(self, size: int) -> tuple[str, ...]:
-        """The axes that split a leading axis of activations of this size: all of `rows`, or none if they do not divide."""
+        """The axes that split a leading axis of activations of this size: `rows`, or none where they do not divide."""
         return () if size % math.prod(self.mesh.shape[axis] for axis in self.rows) else self.rows
 
 
