@@ -16,6 +16,7 @@ import dspark_jax
 
 TINY_A = GOLDEN / "tiny-a"
 PROCESSES, LIMIT_S = 2, 300
+QUICK = "--xla_backend_optimization_level=0"  # compiling takes longer than running
 Results = dict[str, np.ndarray]
 
 
@@ -52,7 +53,7 @@ def start_worker(address: str, number: int, ids: Path, out: Path) -> subprocess.
     arguments = [address, PROCESSES, number, TINY_A, ids, out]
     return subprocess.Popen(
         [sys.executable, str(tests / "distributed_worker.py"), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]), "XLA_FLAGS": QUICK},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

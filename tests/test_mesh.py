@@ -15,6 +15,7 @@ from conftest import GOLDEN
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from random_model import random_model
+from test_config import FLASH
 from tiny_configs import CONFIGS, random_ids
 
 import dspark_jax
@@ -237,9 +238,7 @@ def assert_same_numbers(actual: Forward, expected: Forward) -> None:
     np.testing.assert_array_equal(np.argmax(actual.logits, axis=-1), np.argmax(expected.logits, axis=-1))
 
 
-@pytest.mark.parametrize(
-    "shape", [dict(data=2, expert=2, tensor=2), dict(data=2, expert=4), dict(tensor=2)], ids=lambda shape: str(shape)
-)
+@pytest.mark.parametrize("shape", [dict(data=2, expert=2, tensor=2), dict(data=2, expert=4), dict(tensor=2)], ids=str)
 def test_logits_are_those_of_one_device(shape: dict[str, int]) -> None:
     model = dspark_jax.load(TINY_A, mesh=make_mesh(**shape))
     assert_same_numbers(run_target(model, batch=4), golden_on_one_device())
@@ -255,35 +254,29 @@ def test_logits_where_next_to_nothing_divides() -> None:
 
 # What travels --------------------------------------------------------------------------------------------------------
 
-BATCH, CAPACITY, CHUNK = 4, 1024, 256
-WIDE = ModelConfig.tiny(  # large enough for every axis to divide, and for weights and caches to outweigh activations
-    vocab_size=2048,
-    hidden_size=256,
-    num_hidden_layers=2,
-    compress_ratios=[4, 8, 0],
-    head_dim=128,
-    qk_rope_head_dim=64,
-    q_lora_rank=256,
-    o_lora_rank=128,
-    index_n_heads=8,
-    index_head_dim=128,
-    index_topk=16,
-    moe_intermediate_size=256,
-    n_routed_experts=16,
-    sliding_window=64,
-    dspark_target_layer_ids=[0, 1],
+# Three layers of Flash at their real sizes, where every axis divides: programs are compiled and never run.
+LAYERS = ModelConfig.from_dict(
+    FLASH
+    | {
+        "num_hidden_layers": 3,
+        "num_hash_layers": 1,
+        "compress_ratios": [0, 4, 128, 0, 0, 0],
+        "dspark_target_layer_ids": [0, 1, 2],
+    },
+    source="three layers of Flash",
 )
-STEP = WIDE.step_width
+BATCH, CAPACITY, CHUNK = 4, 1 << 14, 256
+STEP = LAYERS.step_width
 QUICK = {"xla_backend_optimization_level": 0}  # nothing is run, and the partitioner comes before the back end
 
 
 class Programs:
-    """Steps of a model without values on 2 x 2 x 2 devices, compiled; nothing is allocated or run."""
+    """Compiled steps of a model without values."""
 
-    def __init__(self) -> None:
-        self.mesh = make_mesh(data=2, expert=2, tensor=2)
-        self.model = on_mesh(abstract_model(WIDE, PRESETS["bfloat16"]), self.mesh)
-        self.partition = Partition(self.mesh, ("data",), ("expert", "tensor"))
+    def __init__(self, **shape: int) -> None:
+        self.mesh = make_mesh(**shape)
+        self.model = on_mesh(abstract_model(LAYERS, PRESETS["bfloat16"]), self.mesh)
+        self.partition = partition_of(self.model)
 
     def setting(self, partition: Partition | None) -> Setting:
         return self.everywhere(self.model.setting(CAPACITY, partition))
@@ -298,7 +291,7 @@ class Programs:
         return self.split(Rows(np.zeros((BATCH, width), np.int32), *np.zeros((2, BATCH), np.int32)))
 
     def target_cache(self) -> TargetCache:
-        return self.split(jax.eval_shape(partial(target_cache, WIDE, self.model.numerics, BATCH, CAPACITY, STEP)))
+        return self.split(jax.eval_shape(partial(target_cache, LAYERS, self.model.numerics, BATCH, CAPACITY, STEP)))
 
     def target(self, width: int, partition: Partition | None) -> str:
         def run(model: Model, setting: Setting, rows: Rows, cache: TargetCache) -> Tree:
@@ -316,15 +309,10 @@ class Programs:
             )
             return step.ids, step.confidence, cache
 
-        taps = self.split(jax.ShapeDtypeStruct((BATCH, STEP, WIDE.taps_width), jnp.bfloat16))
-        cache = self.split(jax.eval_shape(partial(drafter_cache, WIDE, self.model.numerics, BATCH)))
+        taps = self.split(jax.ShapeDtypeStruct((BATCH, STEP, LAYERS.taps_width), jnp.bfloat16))
+        cache = self.split(jax.eval_shape(partial(drafter_cache, LAYERS, self.model.numerics, BATCH)))
         arguments = self.model, self.setting(partition), self.rows(STEP), taps, cache
         return jax.jit(run, donate_argnums=4, compiler_options=QUICK).lower(*arguments).compile().as_text()
-
-
-@pytest.fixture(scope="module")
-def programs() -> Programs:
-    return Programs()
 
 
 def transfers(text: str) -> list[tuple[str, int]]:
@@ -338,34 +326,50 @@ def transfers(text: str) -> list[tuple[str, int]]:
     ]
 
 
-def excess(text: str, width: int) -> list[tuple[str, int]]:
+def excess(programs: Programs, text: str, width: int) -> list[tuple[str, int]]:
     """Collectives other than sums of one device's activations, and a few numbers a row (an argmax over shards)."""
-    rows = BATCH // 2 * width
-    assert sum(kind == "all-reduce" for kind, _ in transfers(text)) >= 4, "the pattern finds collectives at all"
-    allowed = {"all-reduce": rows * WIDE.hidden_size}
+    rows = BATCH // programs.mesh.shape["data"] * width
+    assert sum(kind == "all-reduce" for kind, _ in transfers(text)) >= 3, "the pattern finds collectives at all"
+    allowed = {"all-reduce": rows * LAYERS.hidden_size}
     return [(kind, size) for kind, size in transfers(text) if size > allowed.get(kind, 4 * rows)]
 
 
+def shapes_of(operation: str, text: str) -> set[tuple[int, ...]]:
+    """Shapes that an operation of a compiled program results in."""
+    found = re.findall(rf"\[([\d,]*)\]\S* {operation}\(", text)
+    return {tuple(int(size) for size in dims.split(",") if size) for dims in found}
+
+
 class TestTransfers:
-    @pytest.mark.parametrize("width", [STEP, CHUNK], ids=["decoding", "prefill"])
-    def test_a_target_step_moves_activations_only(self, width: int, programs: Programs) -> None:
-        assert excess(programs.target(width, programs.partition), width) == []
+    @pytest.mark.parametrize(
+        "shape", [dict(data=2, expert=2, tensor=2), dict(tensor=8), dict(data=2, expert=4)], ids=str
+    )
+    def test_decoding_moves_activations_only_and_copies_no_cache(self, shape: dict[str, int]) -> None:
+        programs = Programs(**shape)
+        text = programs.target(STEP, programs.partition)
+        assert excess(programs, text, STEP) == []
+        caches = {leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(programs.target_cache())}
+        assert not caches & (shapes_of("copy", text) | shapes_of("select", text))
+        assert caches <= shapes_of("parameter", text), "shapes are found at all"
 
-    def test_a_draft_moves_activations_only(self, programs: Programs) -> None:
-        assert excess(programs.drafter(programs.partition), STEP) == []
+    def test_prefill_moves_activations_only(self) -> None:
+        programs = Programs(data=2, expert=2, tensor=2)
+        assert excess(programs, programs.target(CHUNK, programs.partition), CHUNK) == []
 
-    def test_moved_experts_and_caches_are_seen(self, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Planted faults: experts left to XLA, and ring writes that index the batch."""
+    def test_a_draft_moves_activations_only(self) -> None:
+        programs = Programs(data=2, expert=2, tensor=2)
+        assert excess(programs, programs.drafter(programs.partition), STEP) == []
 
-        def indexed(cache: jax.Array, slots: jax.Array, values: jax.Array, keep: jax.Array) -> jax.Array:
-            slots = jnp.where(keep, slots, cache.shape[1] + jnp.arange(slots.shape[1]))
-            batch = jnp.arange(slots.shape[0])[:, None]
-            return cache.at[batch, slots].set(values, mode="drop", unique_indices=True)
+    def test_moved_experts_and_caches_are_seen(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Planted faults: experts left to XLA, and rings that lie on every device while they are written."""
+        programs = Programs(data=2, expert=2, tensor=2)
+        everywhere, write = NamedSharding(programs.mesh, P()), cache_module.write
 
-        monkeypatch.setattr(cache_module, "write", indexed)
-        found = excess(programs.target(STEP, None), STEP)
-        assert programs.model.target is not None
+        def careless(cache: jax.Array, slots: jax.Array, values: jax.Array, keep: jax.Array) -> jax.Array:
+            return write(jax.lax.with_sharding_constraint(cache, everywhere), slots, values, keep)
+
+        monkeypatch.setattr(cache_module, "write", careless)
+        found = excess(programs, programs.target(STEP, None), STEP)
         stack = programs.model.target.layers[0].ffn.experts.w1.get_value().payload
-        rings = {math.prod(leaf.shape) // 2 for leaf in jax.tree.leaves(programs.target_cache())}
-        assert ("all-gather", stack.size) in found
-        assert rings & {size for _, size in found}
+        window = programs.target_cache().layers[0].window
+        assert {("all-gather", stack.size), ("all-gather", window.size)} <= set(found)
