@@ -12,8 +12,13 @@ from dspark_jax.checkpoint.load import load
 from dspark_jax.checkpoint.save import save
 from dspark_jax.config import ModelConfig
 from dspark_jax.decoding.forward import Forward, forward
-from dspark_jax.decoding.generate import Completions, generate
+from dspark_jax.decoding.generate import Completion, Completions, generate
+from dspark_jax.decoding.generation import Generation, generate_fn
+from dspark_jax.decoding.request import Request
+from dspark_jax.decoding.sampling import Sampling
+from dspark_jax.decoding.state import LogProbs
 from dspark_jax.decoding.statistics import Statistics
+from dspark_jax.decoding.stream import Progress, stream
 from dspark_jax.errors import (
     CheckpointError,
     ConfigError,
@@ -28,20 +33,28 @@ from dspark_jax.sharding import make_mesh
 
 __all__ = [
     "CheckpointError",
+    "Completion",
     "Completions",
     "ConfigError",
     "DsparkError",
     "Forward",
+    "Generation",
+    "LogProbs",
     "Model",
     "ModelConfig",
     "NotFiniteError",
     "Numerics",
+    "Progress",
+    "Request",
     "RequestError",
+    "Sampling",
     "SilentDrafterError",
     "Statistics",
     "forward",
     "generate",
+    "generate_fn",
     "load",
     "make_mesh",
     "save",
+    "stream",
 ]

@@ -27,7 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("config", "formats"),
     ("model",),
-    ("checkpoint", "sharding"),
+    ("checkpoint", "sharding", "chat"),
     ("decoding",),
     ("training", "evaluation", "crosscheck"),
     ("__init__",),

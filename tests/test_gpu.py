@@ -15,6 +15,7 @@ import dspark_jax
 from dspark_jax.config import ModelConfig
 from dspark_jax.crosscheck.compare import compare
 from dspark_jax.decoding.generate import finish, start
+from dspark_jax.decoding.sampling import Sampling
 from dspark_jax.formats import e4m3, mxfp4
 from dspark_jax.model.indexer import top_entries
 from dspark_jax.model.model import Model
@@ -114,7 +115,11 @@ def begin(model: Model) -> tuple:
     tokens[:, :PROMPT] = np.random.default_rng(1).integers(0, 129280, (BATCH, PROMPT))
     lengths = jnp.asarray([PROMPT, PROMPT - 87], jnp.int32)
     setting = model.setting(CAPACITY)
-    return setting, start(model, setting, jnp.asarray(tokens), lengths, lengths + 48, 256)
+    return setting, start(model, setting, jnp.asarray(tokens), lengths, 256)
+
+
+def settings(draft_tokens: int, **columns: object) -> tuple:
+    return Sampling.of(BATCH, max_new_tokens=48, draft_tokens=draft_tokens, **columns), jax.random.key(0)
 
 
 def test_full_width_layers_give_the_same_tokens_for_every_draft_length(wide: Model) -> None:
@@ -123,7 +128,7 @@ def test_full_width_layers_give_the_same_tokens_for_every_draft_length(wide: Mod
         setting, state = begin(wide)
         jax.block_until_ready(state)
         clock = time.perf_counter()
-        state = finish(wide, setting, state, jnp.full(BATCH, draft_tokens), jnp.full(8, -1))
+        state = finish(wide, setting, state, *settings(draft_tokens))
         tokens.append(np.asarray(state.tokens))
         steps.append((time.perf_counter() - clock) / int(np.asarray(state.counters.rounds).max()))
     print(f"\nfull width, 3 layers and a stage, batch {BATCH}: {steps[-1] * 1e3:.2f} ms a plain step,", end=" ")
@@ -136,7 +141,7 @@ def test_full_width_layers_give_the_same_tokens_for_every_draft_length(wide: Mod
 def test_the_compiled_loop_stays_on_the_device_and_copies_no_cache(wide: Model) -> None:
     setting, state = begin(wide)
     clock = time.perf_counter()
-    compiled = finish.lower(wide, setting, state, jnp.full(BATCH, 5), jnp.full(8, -1)).compile()
+    compiled = finish.lower(wide, setting, state, *settings(5)).compile()
     text = compiled.as_text()
     print(f"\ncompiled in {time.perf_counter() - clock:.1f} s; temporaries", end=" ")
     print(f"{compiled.memory_analysis().temp_size_in_bytes / 1e9:.2f} GB, {text.count(' fusion(')} fusions", end="")

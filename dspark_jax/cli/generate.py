@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 import dspark_jax
 from dspark_jax.cli.terminal import RESULT, bytes_bar, print_json, spinner
 from dspark_jax.config import ModelConfig
-from dspark_jax.decoding.generate import check_prompt
+from dspark_jax.decoding.request import check_prompt
 from dspark_jax.decoding.statistics import Statistics
 from dspark_jax.errors import CheckpointError, RequestError
 

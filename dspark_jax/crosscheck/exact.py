@@ -13,6 +13,7 @@ import numpy as np
 from dspark_jax.crosscheck.record import PROMPT_ALONE, Record, Run, runs
 from dspark_jax.crosscheck.replay import DraftStart, Trace, draft_at, feed, replay
 from dspark_jax.decoding.generate import run as run_loop
+from dspark_jax.decoding.request import Request, check_requests
 from dspark_jax.model.model import Model
 from pallas_kernels.hyper_connection import mixes, split_mixes
 
@@ -103,11 +104,9 @@ def _emitted(model: Model, record: Record, sequences: dict[str, Run], seen: dict
     emitting = {name: run for name, run in sequences.items() if name not in PROMPT_ALONE}
     if not emitting:
         return
-    budgets = [len(run.rest) for run in emitting.values()]
-    prompts = [run.prompt for run in emitting.values()]
-    state = run_loop(model, prompts, budgets, [model.block_size] * len(prompts), stop_ids=())
-    tokens = np.asarray(state.tokens)
-    for row, (name, run) in zip(tokens, emitting.items(), strict=True):
+    requests = [Request(run.prompt, max_new_tokens=len(run.rest), stop_ids=()) for run in emitting.values()]
+    generation = run_loop(model, check_requests(requests, model))
+    for row, (name, run) in zip(generation.tokens, emitting.items(), strict=True):
         key = "exact/greedy/tokens" if name == "greedy" else f"exact/{name}/stream"
         yield key, row[len(run.prompt) : len(run.ids)]
     if "greedy" in emitting:

@@ -9,7 +9,7 @@ import numpy as np
 
 from dspark_jax.checkpoint.safetensors import SafetensorsFile
 from dspark_jax.config import ModelConfig
-from dspark_jax.decoding.generate import check_prompt
+from dspark_jax.decoding.request import check_prompt
 from dspark_jax.errors import RequestError
 
 INPUTS = re.compile(

@@ -10,7 +10,8 @@ import numpy as np
 
 from dspark_jax.crosscheck.record import Run
 from dspark_jax.decoding.forward import Forward, forward
-from dspark_jax.decoding.generate import PREFILL_CHUNK, start
+from dspark_jax.decoding.generate import start
+from dspark_jax.decoding.generation import PREFILL_CHUNK
 from dspark_jax.decoding.state import State, bucket
 from dspark_jax.model.cache import TargetCache, drafter_cache
 from dspark_jax.model.drafter import DraftStep, draft_step, main_features, remember
@@ -101,11 +102,9 @@ def feed(model: Model, runs: dict[str, Run]) -> dict[str, Steps]:
     for row, run in zip(tokens, runs.values(), strict=True):
         row[: len(run.ids)] = run.ids
     setting = model.setting(capacity)
-    state = start(
-        model, setting, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(ends), min(PREFILL_CHUNK, capacity)
-    )
+    state = start(model, setting, tokens, lengths, min(PREFILL_CHUNK, capacity))
     steps = int((ends - lengths).max()) + 1  # the last token of a prompt is a step, too: prefill stops before it
-    logits, taps, picks = jax.tree.map(np.asarray, _feed(model, setting, state, steps))
+    logits, taps, picks = jax.tree.map(np.asarray, _feed(model, setting, state, ends, steps))
     return {
         name: Steps(
             logits[1 : 1 + len(run.rest), row],
@@ -118,7 +117,7 @@ def feed(model: Model, runs: dict[str, Run]) -> dict[str, Steps]:
 
 @partial(jax.jit, static_argnames="steps")
 def _feed(
-    model: Model, setting: Setting, state: State, steps: int
+    model: Model, setting: Setting, state: State, ends: jax.Array, steps: int
 ) -> tuple[jax.Array, jax.Array, dict[int, jax.Array]]:
     """Logits [steps, B, V], taps [steps, B, ...] and index picks of the first row of each decoding step."""
     assert model.target is not None
@@ -128,7 +127,7 @@ def _feed(
         position = first + number
         token = jnp.take_along_axis(state.tokens, position[:, None], axis=1, mode="clip")
         ids = jnp.pad(token, [(0, 0), (0, model.block_size)])
-        rows = Rows(ids, position, (position < state.limit).astype(jnp.int32))
+        rows = Rows(ids, position, (position < ends).astype(jnp.int32))
         passed = target_step(target, model.vocabulary, rows, cache, setting)
         picks = {
             layer: seen.index_picks[:, 0]

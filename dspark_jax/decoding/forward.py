@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.config import ModelConfig
-from dspark_jax.decoding.generate import PREFILL_CHUNK, check_prompt
+from dspark_jax.decoding.generation import PREFILL_CHUNK
+from dspark_jax.decoding.request import check_prompt
 from dspark_jax.decoding.state import bucket
 from dspark_jax.errors import RequestError
 from dspark_jax.model.cache import TargetCache, target_cache

@@ -1,183 +1,221 @@
 """Generation for people: lists of token ids in, lists and statistics out."""
 
-import logging
-import operator
-import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.decoding.generation import PREFILL_CHUNK, Generation
 from dspark_jax.decoding.loop import decode, prefill
-from dspark_jax.decoding.state import State, bucket, initial_state
-from dspark_jax.decoding.statistics import Statistics
+from dspark_jax.decoding.request import KEY, SEEDS, Request, check_requests, sampling_of, stop_slots
+from dspark_jax.decoding.sampling import Sampling
+from dspark_jax.decoding.state import State, bucket, initial_state, pick, settle
+from dspark_jax.decoding.statistics import Counters, Statistics
 from dspark_jax.errors import NotFiniteError, RequestError, SilentDrafterError
 from dspark_jax.model.model import Model
 from dspark_jax.model.rows import Setting
 
-_log = logging.getLogger(__name__)
+FinishReason = Literal["stop", "length", "not_finite"]
 
-PREFILL_CHUNK = 256
-POSITION_LIMIT = 1 << 24  # RoPE angles are float32 products; beyond this, positions are no longer exact
-STOP_SLOTS = 8  # stop ids are padded to a multiple of this, so that their number compiles nothing
+
+@dataclass(frozen=True)
+class Completion:
+    """One completed prompt.
+
+    Attributes:
+        tokens: the new token ids, a stop id included if one ended them.
+        finish_reason: "stop" for a stop id, "length" for a spent budget, "not_finite" if the target's logits were not:
+            the last tokens then mean nothing.
+        statistics: of this sequence.
+        target_logprobs: natural logarithms of the tokens' probabilities under the target's own distribution
+            (temperature 1, nothing cut); None if nobody asked for them.
+        drawn_logprobs: the same under the distribution each token was drawn from; 0 where decoding was greedy.
+    """
+
+    tokens: list[int]
+    finish_reason: FinishReason
+    statistics: Statistics
+    target_logprobs: list[float] | None
+    drawn_logprobs: list[float] | None
+
+    @classmethod
+    def of(cls, generation: Generation, row: int) -> "Completion":
+        """One row of a generation on the host."""
+        new = slice(int(generation.prompt_length[row]), int(generation.length[row]))
+        logs = generation.logprobs
+        reason: FinishReason = "stop" if generation.stopped[row] else "length"
+        return cls(
+            tokens=generation.tokens[row, new].tolist(),
+            finish_reason=reason if generation.finite[row] else "not_finite",
+            statistics=Statistics.of(jax.tree.map(lambda counts: counts[row : row + 1], generation.counters)),
+            target_logprobs=logs.target[row, new].tolist() if logs else None,
+            drawn_logprobs=logs.drawn[row, new].tolist() if logs else None,
+        )
 
 
 @dataclass(frozen=True)
 class Completions:
-    """What `generate` returns.
+    """What `generate` returns: lists with one of each for every prompt, the samples of a prompt together.
 
     Attributes:
-        tokens: for each prompt the new token ids, a stop id included if one ended it.
-        statistics: totals over all prompts.
+        tokens: see `Completion`, here and below.
+        finish_reasons: "stop" or "length".
+        target_logprobs: None if nobody asked for them.
+        drawn_logprobs: None if nobody asked for them.
+        statistics: totals over all.
     """
 
     tokens: list[list[int]]
+    finish_reasons: list[FinishReason]
+    target_logprobs: list[list[float]] | None
+    drawn_logprobs: list[list[float]] | None
     statistics: Statistics
+
+    @classmethod
+    def of(cls, generation: Generation) -> "Completions":
+        """All rows of a generation on the host.
+
+        Raises:
+            NotFiniteError: the target's logits are not finite.
+        """
+        broken = np.flatnonzero(~generation.finite).tolist()
+        if broken:
+            raise NotFiniteError(f"the target's logits are not finite for prompts {broken}; check its weights.")
+        rows = [Completion.of(generation, row) for row in range(len(generation.tokens))]
+        wanted = generation.logprobs is not None
+        return cls(
+            tokens=[row.tokens for row in rows],
+            finish_reasons=[row.finish_reason for row in rows],
+            target_logprobs=[row.target_logprobs or [] for row in rows] if wanted else None,
+            drawn_logprobs=[row.drawn_logprobs or [] for row in rows] if wanted else None,
+            statistics=Statistics.of(generation.counters),
+        )
 
 
 def generate(
     model: Model,
     prompts: Sequence[Sequence[int]],
-    max_new_tokens: int = 64,
-    draft_tokens: int | None = None,
-    stop_ids: Sequence[int] | None = None,
+    max_new_tokens: int | Sequence[int] = 64,
+    draft_tokens: int | Sequence[int] | None = None,
+    stop_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    *,
+    temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int] = 0,
+    top_p: float | Sequence[float] = 1.0,
+    seed: int | Sequence[int] = 0,
+    greedy_drafts: bool | Sequence[bool] = False,
+    samples: int = 1,
+    logprobs: bool = False,
 ) -> Completions:
-    """Completes prompts greedily; drafting, verification and acceptance stay on the device until all are done.
+    """Completes prompts; drafting, verification and acceptance stay on the device until all are done.
 
-    The tokens do not depend on `draft_tokens`: with the same batch size and capacity every draft length, 0 included,
-    runs the same program, and its logits have the same bits.
+    Greedy tokens do not depend on `draft_tokens`: with the same batch size and capacity every draft length, 0 included,
+    runs the same program, and its logits have the same bits. Sampled tokens have the same distribution.
 
     Args:
         model: with a target; without a drafter decoding is plain.
         prompts: token ids, one list a prompt, of any lengths.
-        max_new_tokens: budget of each prompt.
+        max_new_tokens: budget. This and the following settings are one value for all, or a list of one for each prompt.
         draft_tokens: drafts offered in a round; None for the trained block. More than the block is clamped with a
             warning, since a longer block than the trained one degrades every draft.
         stop_ids: ids that end a completion; None for the config's EOS, () for none.
+        temperature: 0 decodes greedily.
+        top_k: samples from the k likeliest tokens; 0 from all.
+        top_p: samples from the likeliest tokens that together have this share; 1 from all.
+        seed: of the random numbers. The same prompt and seed draw the same numbers in any batch.
+        greedy_drafts: let the drafter propose its likeliest tokens instead of drawing them.
+        samples: completions of each prompt; sample s has the prompt's seed + s, and the prompt is run once.
+        logprobs: return log-probabilities.
 
     Raises:
         RequestError: no target, no prompt, an empty prompt, an id outside the vocabulary, a negative or absurd number.
         NotFiniteError: the target's logits are not finite.
         SilentDrafterError: the drafter was allowed to draft and never offered a finite draft.
     """
-    if model.target is None:
-        raise RequestError("generate needs a target, and this model was loaded with the drafter alone.")
-    vocabulary = model.config.vocab_size
     if not isinstance(prompts, Iterable):
         raise RequestError(f"prompts is {prompts!r}; expected a list of lists of token ids.")
-    ids = [check_prompt(prompt, vocabulary, f"prompt {i}") for i, prompt in enumerate(prompts)]
-    if not ids:
-        raise RequestError("there is no prompt; pass at least one list of token ids.")
-    new_tokens = _count(max_new_tokens, "max_new_tokens")
-    drafts = _draft_tokens(draft_tokens, model.block_size)
-    stops = model.config.eos_token_id if stop_ids is None else check_ids(stop_ids, vocabulary, "stop_ids")
-    _check_length(max(map(len, ids)) + new_tokens, model.config.max_position_embeddings)
-    state = run(model, ids, [new_tokens] * len(ids), [drafts] * len(ids), stops)
-    return _completions(state, ids)
+    prompts = list(prompts)
+    settings = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "draft_tokens": draft_tokens,
+        "greedy_drafts": greedy_drafts,
+        "stop_ids": stop_ids,
+    }
+    columns = [_one_for_each(value, name, len(prompts)) for name, value in settings.items()]
+    requests = [
+        Request(prompt, **dict(zip(settings, row, strict=True))) for prompt, *row in zip(prompts, *columns, strict=True)
+    ]
+    generation = run(model, check_requests(requests, model), samples, logprobs)
+    check_drafter(generation.counters)
+    return Completions.of(generation)
 
 
-def run(
-    model: Model,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: Sequence[int],
-    draft_tokens: Sequence[int],
-    stop_ids: Sequence[int],
-) -> State:
-    """Prefill and decoding of one batch, with a budget and a draft length a sequence; returns the final state."""
+def run(model: Model, requests: Sequence[Request], samples: int = 1, logprobs: bool = False) -> Generation:
+    """Completes checked requests in one batch, `samples` rows for each; arrays on the host."""
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise RequestError(f"samples is {samples!r}; expected an integer of at least 1.")
+    capacity = bucket(max(request.positions for request in requests))
+    setting, chunk = model.setting(capacity), min(PREFILL_CHUNK, capacity)
+    tokens, lengths = pack([request.prompt for request in requests], capacity)
+    state = start(model, setting, tokens, lengths, chunk, logprobs)
+    if samples > 1:
+        state = pick(state, np.repeat(np.arange(len(requests)), samples))
+    rows = [replace(request, seed=(request.seed + s) % SEEDS) for request in requests for s in range(samples)]
+    state = finish(model, setting, state, sampling_of(rows, stop_slots(rows)), jax.random.key(KEY))
+    return jax.device_get(Generation.of(state))
+
+
+def pack(prompts: Sequence[Sequence[int]], capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as int32 [B, capacity], zeros behind them, and their lengths, int32 [B]."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    limits = lengths + np.array(new_tokens, np.int32)
-    capacity = bucket(int(limits.max()) + model.step_width)
     tokens = np.zeros((len(prompts), capacity), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    stops = np.full(-(-max(len(stop_ids), 1) // STOP_SLOTS) * STOP_SLOTS, -1, np.int32)
-    stops[: len(stop_ids)] = stop_ids
-    setting = model.setting(capacity)
-    chunk = min(PREFILL_CHUNK, capacity)
-    state = start(model, setting, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(limits), chunk)
-    return finish(model, setting, state, jnp.asarray(draft_tokens, jnp.int32), jnp.asarray(stops))
+    return tokens, lengths
 
 
-@partial(jax.jit, static_argnames="chunk")
-def start(model: Model, setting: Setting, tokens: jax.Array, length: jax.Array, limit: jax.Array, chunk: int) -> State:
+@partial(jax.jit, static_argnames=("chunk", "logprobs"))
+def start(
+    model: Model, setting: Setting, tokens: jax.Array, length: jax.Array, chunk: int, logprobs: bool = False
+) -> State:
     """A prefilled state, compiled once for a batch size, a capacity and a chunk; arguments as for `initial_state`."""
-    return prefill(model, setting, initial_state(model, tokens, length, limit), chunk)
+    return prefill(model, setting, initial_state(model, tokens, length, logprobs), chunk)
 
 
 @partial(jax.jit, donate_argnames="state")
-def finish(model: Model, setting: Setting, state: State, draft_tokens: jax.Array, stop_ids: jax.Array) -> State:
-    """`decode`, compiled once for a batch size and a capacity."""
-    return decode(model, setting, state, draft_tokens, stop_ids)
+def finish(model: Model, setting: Setting, state: State, sampling: Sampling, key: jax.Array) -> State:
+    """Decodes a prefilled state to its end, compiled once for a batch size and a capacity."""
+    return decode(model, setting, settle(state, sampling, key))
 
 
-def check_ids(ids: Any, vocabulary: int, what: str) -> list[int]:
-    """`ids` as a list of ints.
-
-    Raises:
-        RequestError: `what` holds something that is not an id below `vocabulary`.
-    """
-    try:
-        values = [operator.index(i) for i in ids]
-    except TypeError as error:
-        raise RequestError(f"{what}: expected a list of token ids ({error}).") from error
-    for value in values:
-        if not 0 <= value < vocabulary:
-            raise RequestError(f"{what}: token id {value} is outside the vocabulary; expected 0 to {vocabulary - 1}.")
-    return values
-
-
-def check_prompt(ids: Any, vocabulary: int, what: str) -> list[int]:
-    """`ids` as a list of ints.
+def check_drafter(counters: Counters) -> None:
+    """Refuses a drafter that was on and could not draft.
 
     Raises:
-        RequestError: as `check_ids`, or `what` is empty.
+        SilentDrafterError: it was allowed to draft, and never offered a finite draft.
     """
-    values = check_ids(ids, vocabulary, what)
-    if not values:
-        raise RequestError(f"{what} is empty; give at least one token id.")
-    return values
-
-
-def _count(value: int, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
-        raise RequestError(f"{name} is {value!r}; expected an integer of at least 0.")
-    return int(value)
-
-
-def _check_length(length: int, trained: int) -> None:
-    if length > POSITION_LIMIT:
-        raise RequestError(f"prompt and max_new_tokens make {length} positions; expected at most {POSITION_LIMIT}.")
-    if length > trained:
-        _log.warning("prompt and max_new_tokens make %d positions; the model was made for %d", length, trained)
-
-
-def _draft_tokens(wanted: int | None, block: int) -> int:
-    if wanted is None:
-        return block
-    wanted = _count(wanted, "draft_tokens")
-    if wanted and not block:
-        raise RequestError(f"draft_tokens is {wanted}, but the model has no drafter; use 0.")
-    if wanted > block:
-        message = f"draft_tokens {wanted} is more than the trained block of {block}; {block} are used"
-        warnings.warn(message, UserWarning, stacklevel=3)
-    return min(wanted, block)
-
-
-def _completions(state: State, prompts: Sequence[Sequence[int]]) -> Completions:
-    tokens, length = np.asarray(state.tokens), np.asarray(state.length)
-    if not np.all(state.finite):
-        broken = np.flatnonzero(~np.asarray(state.finite)).tolist()
-        raise NotFiniteError(f"the target's logits are not finite for prompts {broken}; check its weights.")
-    statistics = Statistics.of(state.counters)
-    allowed_rounds = int(np.asarray(state.counters.allowed_rounds).sum())
-    if allowed_rounds and not statistics.offered_drafts:
+    allowed = int(np.asarray(counters.allowed_rounds).sum())
+    if allowed and not np.any(counters.offered):
         raise SilentDrafterError(
-            f"the drafter was allowed to offer drafts in {allowed_rounds} rounds and offered none: its logits are not "
+            f"the drafter was allowed to offer drafts in {allowed} rounds and offered none: its logits are not "
             "finite. Check the drafter's weights, or generate with draft_tokens=0."
         )
-    new = [row[len(prompt) : end].tolist() for row, prompt, end in zip(tokens, prompts, length, strict=True)]
-    return Completions(new, statistics)
+
+
+def _one_for_each(value: Any, name: str, count: int) -> list[Any]:
+    """A setting for each prompt, from one for all or a list; a flat list of stop ids is one setting."""
+    listed = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
+    if name == "stop_ids":
+        listed = listed and any(ids is None or isinstance(ids, Sequence | np.ndarray) for ids in value)
+    if not listed:
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(f"{name} has {len(value)} values for {count} prompts; give one for all, or one for each.")
+    return list(value)

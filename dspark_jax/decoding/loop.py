@@ -10,8 +10,9 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.decoding.accept import accept_greedy, commit
-from dspark_jax.decoding.state import State
+from dspark_jax.decoding.accept import Proposal, Verdict, accept, commit
+from dspark_jax.decoding.sampling import Stream, draw, target_probabilities, tempered
+from dspark_jax.decoding.state import LogProbs, State
 from dspark_jax.model.cache import DrafterCache, write
 from dspark_jax.model.drafter import draft_step, remember
 from dspark_jax.model.model import Model
@@ -39,78 +40,120 @@ def prefill(model: Model, setting: Setting, state: State, chunk: int) -> State:
     return jax.lax.fori_loop(0, -(-jnp.max(todo) // chunk), step, state)
 
 
-def decode(model: Model, setting: Setting, state: State, draft_tokens: jax.Array, stop_ids: jax.Array) -> State:
-    """Decodes greedily until every sequence has stopped or spent its budget.
+def decode(
+    model: Model,
+    setting: Setting,
+    state: State,
+    enough: jax.Array | None = None,
+    rounds: jax.Array | None = None,
+) -> State:
+    """Decodes until every sequence has stopped or spent its budget, or one of two reasons to return earlier.
 
     Args:
         state: prefilled.
-        draft_tokens: int32 [B], drafts to offer in a round, 0 to the trained block.
-        stop_ids: int32 [S], -1 stops nothing.
+        enough: int32, return once this many sequences are done.
+        rounds: int32, return after this many rounds.
     """
-    return jax.lax.while_loop(
-        lambda state: ~jnp.all(state.done),
-        lambda state: decode_round(model, setting, state, draft_tokens, stop_ids),
-        state,
-    )
+    batch = state.done.shape[0]
+    enough = jnp.int32(batch) if enough is None else jnp.minimum(enough, batch)
+
+    def goes_on(carry: tuple[State, jax.Array]) -> jax.Array:
+        state, number = carry
+        running = jnp.sum(state.done, dtype=jnp.int32) < enough
+        return running if rounds is None else running & (number < rounds)
+
+    def step(carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
+        state, number = carry
+        return decode_round(model, setting, state), number + 1
+
+    return jax.lax.while_loop(goes_on, step, (state, jnp.int32(0)))[0]
 
 
-def decode_round(model: Model, setting: Setting, state: State, draft_tokens: jax.Array, stop_ids: jax.Array) -> State:
-    """One round of every running sequence: draft, verify, accept, commit. Arguments as for `decode`."""
+def decode_round(model: Model, setting: Setting, state: State) -> State:
+    """One round of every running sequence: draft, verify, accept, commit."""
     active = ~state.done
     # The bonus needs a place in the budget, too.
-    allowed = jnp.where(active, jnp.clip(draft_tokens, 0, state.limit - state.length - 1), 0)
+    room = jnp.minimum(model.block_size, state.limit - state.length - 1)
+    allowed = jnp.where(active, jnp.clip(state.sampling.draft_tokens, 0, room), 0)
     anchor = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)[:, 0]
-    drafts, offered = _propose(model, setting, state, anchor, allowed)
+    proposal = _propose(model, setting, state, anchor, allowed)
 
     start = state.length - 1
-    rows = Rows(jnp.concatenate([anchor[:, None], drafts], axis=1), start, jnp.where(active, 1 + offered, 0))
+    ids = jnp.concatenate([anchor[:, None], proposal.ids], axis=1)
+    rows = Rows(ids, start, jnp.where(active, 1 + proposal.offered, 0))
     passed = target_step(_target(model), model.vocabulary, rows, state.target, setting)
     logits = lm_logits(model.vocabulary, passed.hidden)
     finite = state.finite & jnp.all(jnp.isfinite(logits) | ~rows.live[..., None], axis=(1, 2))
-    verdict = accept_greedy(logits, drafts, offered)
+    verdict = accept(logits, proposal, state.sampling, state.keys, state.length)
     kept = replace(rows, count=jnp.where(active, 1 + verdict.accepted, 0))
     drafter = _remember(model, setting, state.drafter, passed.taps, kept)
 
-    cut = commit(verdict, offered, stop_ids)
+    cut = commit(verdict, proposal.offered, state.sampling.stop_ids)
     count = jnp.where(active, cut.tokens, 0)
-    row = jnp.arange(rows.ids.shape[1], dtype=jnp.int32)
-    tokens = write(state.tokens, state.length[:, None] + row, verdict.tokens, row < count[:, None])
+    slots = state.length[:, None] + jnp.arange(ids.shape[1], dtype=jnp.int32)
+    new = slots < (state.length + count)[:, None]
     length = state.length + count
-    return State(
-        tokens=tokens,
+    return replace(
+        state,
+        tokens=write(state.tokens, slots, verdict.tokens, new),
         length=length,
-        limit=state.limit,
         done=state.done | cut.stopped | (length >= state.limit) | ~finite,
+        stopped=state.stopped | (active & cut.stopped),
         finite=finite,
+        logprobs=_log(state, logits, verdict, slots, new),
         target=passed.cache,
         drafter=drafter,
         counters=state.counters.count(active, allowed > 0, cut),
     )
 
 
-def _propose(
-    model: Model, setting: Setting, state: State, anchor: jax.Array, allowed: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Drafts int32 [B, g] and how many of them are offered, int32 [B].
+def _propose(model: Model, setting: Setting, state: State, anchor: jax.Array, allowed: jax.Array) -> Proposal:
+    """The drafts of a round. A draft whose logits are not finite is no draft: it ends the offer.
 
-    A draft whose logits are not finite is no draft: it ends the offer. The drafter is not run in a round in which no
-    sequence may draft.
+    The drafter is not run in a round in which no sequence may draft.
     """
     shape = (anchor.shape[0], model.block_size)
+    nothing = Proposal(
+        jnp.zeros(shape, jnp.int32), jnp.zeros((*shape, model.config.vocab_size), jnp.float32), jnp.zeros_like(allowed)
+    )
     if model.drafter is None:
-        return jnp.zeros(shape, jnp.int32), jnp.zeros_like(allowed)
-    drafter = model.drafter
+        return nothing
+    drafter, sampling = model.drafter, state.sampling
 
-    def draft() -> tuple[jax.Array, jax.Array]:
-        step = draft_step(drafter, model.vocabulary, state.drafter, anchor, state.length - 1, allowed > 0, setting)
+    def choose(logits: jax.Array, slot: jax.Array) -> jax.Array:
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        greedy = sampling.greedy | sampling.greedy_drafts
+
+        def sampled() -> jax.Array:
+            drawn = draw(state.keys, state.length + slot, Stream.DRAFT, tempered(logits, sampling))
+            return jnp.where(greedy, best, drawn)
+
+        return jax.lax.cond(jnp.all(greedy), lambda: best, sampled)
+
+    def draft() -> Proposal:
+        step = draft_step(
+            drafter, model.vocabulary, state.drafter, anchor, state.length - 1, allowed > 0, setting, choose
+        )
         sound = jnp.all(jnp.isfinite(step.logits), axis=-1)
-        return step.ids, jnp.sum(jnp.cumprod(sound.astype(jnp.int32), axis=1), axis=1)
+        offered = jnp.minimum(allowed, jnp.sum(jnp.cumprod(sound.astype(jnp.int32), axis=1), axis=1))
+        return Proposal(step.ids, step.logits, offered)
 
-    def nothing() -> tuple[jax.Array, jax.Array]:
-        return jnp.zeros(shape, jnp.int32), jnp.zeros_like(allowed)
+    return jax.lax.cond(jnp.any(allowed > 0), draft, lambda: nothing)
 
-    drafts, sound = jax.lax.cond(jnp.any(allowed > 0), draft, nothing)
-    return drafts, jnp.minimum(allowed, sound)
+
+def _log(state: State, logits: jax.Array, verdict: Verdict, slots: jax.Array, new: jax.Array) -> LogProbs | None:
+    """The log-probabilities with those of this round's tokens, where they are wanted."""
+    if state.logprobs is None:
+        return None
+
+    def of_tokens(values: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(values, verdict.tokens[..., None], axis=-1)[..., 0]
+
+    drawn = jnp.log(of_tokens(target_probabilities(logits, state.sampling)))
+    return LogProbs(
+        write(state.logprobs.target, slots, of_tokens(jax.nn.log_softmax(logits, axis=-1)), new),
+        write(state.logprobs.drawn, slots, drawn, new),
+    )
 
 
 def _remember(model: Model, setting: Setting, cache: DrafterCache, taps: jax.Array, rows: Rows) -> DrafterCache:

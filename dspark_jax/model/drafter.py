@@ -4,6 +4,7 @@ Slot 0 holds the anchor and slots 1 ... g-1 a noise token; slot i stands at posi
 after it. Keys are the context, computed from taps of committed tokens only, and the block itself.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +20,15 @@ from dspark_jax.model.rope import angles_at
 from dspark_jax.model.rows import Rows, Setting
 from dspark_jax.model.target import embed, lm_logits
 from dspark_jax.model.weights import Attention, Drafter, Vocabulary
+
+Choose = Callable[[jax.Array, jax.Array], jax.Array]
+"""From the logits of one slot, float32 [B, V], and the slot's number, int32, to the drafts, int32 [B]."""
+
+
+def likeliest(logits: jax.Array, slot: jax.Array) -> jax.Array:
+    """The argmax, ties to the lowest id."""
+    del slot
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 @jax.tree_util.register_dataclass
@@ -69,13 +79,15 @@ def draft_step(
     position: jax.Array,
     live: jax.Array,
     setting: Setting,
+    choose: Choose = likeliest,
 ) -> DraftStep:
-    """Drafts a block greedily.
+    """Drafts a block.
 
     Args:
         anchor: int32 [B], the last committed token.
         position: int32 [B], its absolute position; the context is every position before it.
         live: bool [B]; the rows of other sequences wake no expert.
+        choose: how a draft is chosen from its logits.
     """
     config = setting.config
     assert config.drafter is not None
@@ -90,7 +102,7 @@ def draft_step(
         stages.append(streams)
     hidden = collapse_streams(weights.hc_head, streams, setting)
     base = lm_logits(vocabulary, rms_norm(hidden, weights.norm, config.rms_norm_eps, setting.numerics))
-    drafts, logits, confidence = _markov_chain(weights, anchor, hidden, base)
+    drafts, logits, confidence = _markov_chain(weights, anchor, hidden, base, choose)
     return DraftStep(drafts, logits, base, confidence, hidden, tuple(stages))
 
 
@@ -110,7 +122,7 @@ def _block_attention(
 
 
 def _markov_chain(
-    weights: Drafter, anchor: jax.Array, hidden: jax.Array, base_logits: jax.Array
+    weights: Drafter, anchor: jax.Array, hidden: jax.Array, base_logits: jax.Array, choose: Choose
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Chooses drafts left to right; each is biased by the token before it.
 
@@ -118,15 +130,18 @@ def _markov_chain(
         Drafts int32 [B, g], their logits float32 [B, g, V], and confidence logits float32 [B, g].
     """
 
-    def choose(previous: jax.Array, slot: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        slot_hidden, slot_logits = slot
+    def extend(
+        previous: jax.Array, slot: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        number, slot_hidden, slot_logits = slot
         embedding = weights.markov_w1[...][previous].astype(jnp.float32)
         logits = slot_logits + project(embedding, weights.markov_w2)
         both = jnp.concatenate([slot_hidden.astype(jnp.float32), embedding], axis=-1)
-        chosen = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        chosen = choose(logits, number)
         return chosen, (chosen, logits, project(both, weights.confidence)[:, 0])
 
-    slots = (jnp.swapaxes(hidden, 0, 1), jnp.swapaxes(base_logits, 0, 1))
-    _, chain = jax.lax.scan(choose, anchor, slots)
+    numbers = jnp.arange(hidden.shape[1], dtype=jnp.int32)
+    slots = (numbers, jnp.swapaxes(hidden, 0, 1), jnp.swapaxes(base_logits, 0, 1))
+    _, chain = jax.lax.scan(extend, anchor, slots)
     drafts, logits, confidence = (jnp.swapaxes(values, 0, 1) for values in chain)
     return drafts, logits, confidence

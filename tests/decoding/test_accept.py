@@ -36,8 +36,8 @@ def expected_round(
 def test_round_follows_the_rules(choices: list[int], drafts: list[int], offered: int, stops: set[int]) -> None:
     logits = jnp.asarray(np.eye(VOCABULARY, dtype=np.float32)[choices])[None]
     verdict = accept_greedy(logits, jnp.asarray([drafts]), jnp.asarray([offered]))
-    padded = np.full(3, -1)
-    padded[: len(stops)] = sorted(stops)
+    padded = np.full((1, 3), -1)
+    padded[0, : len(stops)] = sorted(stops)
     cut = commit(verdict, jnp.asarray([offered]), jnp.asarray(padded))
 
     tokens, counted, accepted, bonus = expected_round(choices, drafts, offered, stops)

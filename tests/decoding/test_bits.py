@@ -43,7 +43,7 @@ class Steps:
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
         lengths = jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
-        return start(self.model, self.setting, jnp.asarray(tokens), lengths, lengths + 64, CAPACITY)
+        return start(self.model, self.setting, jnp.asarray(tokens), lengths, CAPACITY)
 
     def step(self, cache: TargetCache, position: list[int], live: list[int], ids: np.ndarray) -> tuple:
         rows = Rows(jnp.asarray(ids, jnp.int32), jnp.asarray(position, jnp.int32), jnp.asarray(live, jnp.int32))

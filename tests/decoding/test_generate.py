@@ -12,6 +12,8 @@ from safetensors.numpy import load_file
 import dspark_jax
 from dspark_jax.decoding import generate as generation
 from dspark_jax.decoding.generate import run
+from dspark_jax.decoding.generation import Generation
+from dspark_jax.decoding.request import Request, check_requests
 from dspark_jax.model.model import Model
 
 NEW_TOKENS = 200
@@ -37,6 +39,16 @@ def model(golden: Path) -> Model:
 def complete(model: Model, prompts: list[list[int]], **options: object) -> dspark_jax.Completions:
     """`generate` at the one batch size and capacity that these tests compile."""
     return dspark_jax.generate(model, prompts, **{"max_new_tokens": NEW_TOKENS, "stop_ids": ()} | options)
+
+
+def requests_of(model: Model, prompts: list[list[int]], **columns: list[int]) -> list[Request]:
+    """Checked requests of one batch, NEW_TOKENS long where `columns` says nothing else."""
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    requests = [
+        Request(prompt, **{"max_new_tokens": NEW_TOKENS, "stop_ids": ()} | row)
+        for prompt, row in zip(prompts, rows, strict=True)
+    ]
+    return check_requests(requests, model)
 
 
 @pytest.fixture(scope="module")
@@ -102,17 +114,22 @@ def test_the_config_eos_stops_by_default(
     eos = (3, 14, 15)
     stops = []
     ending = replace(model, config=replace(model.config, eos_token_id=eos))
-    monkeypatch.setattr(generation, "run", lambda _, *rest: stops.append(rest[-1]) or run(model, *rest))
+
+    def listen(_: Model, requests: list[Request], *rest: object) -> Generation:
+        stops.extend(tuple(request.stop_ids) for request in requests)
+        return run(model, requests, *rest)
+
+    monkeypatch.setattr(generation, "run", listen)
     dspark_jax.generate(ending, prompts, max_new_tokens=NEW_TOKENS)
     complete(model, prompts)
-    assert [tuple(ids) for ids in stops] == [eos, ()]
+    assert stops == [eos] * 4 + [()] * 4
 
 
 def test_budgets_are_kept_to_the_token_row_by_row(
     model: Model, prompts: list[list[int]], plain: dspark_jax.Completions
 ) -> None:
     budgets = [NEW_TOKENS, 1, 2, 0]
-    state = run(model, prompts, budgets, [model.block_size] * 4, ())
+    state = run(model, requests_of(model, prompts, max_new_tokens=budgets))
     for row, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
         assert int(state.length[row]) == len(prompt) + budget
         assert state.tokens[row, len(prompt) : len(prompt) + budget].tolist() == plain.tokens[row][:budget]
@@ -122,7 +139,7 @@ def test_budgets_are_kept_to_the_token_row_by_row(
 
 
 def test_draft_lengths_may_differ_by_row(model: Model, prompts: list[list[int]], plain: dspark_jax.Completions) -> None:
-    state = run(model, prompts, [NEW_TOKENS] * 4, [0, 5, 2, 1], ())
+    state = run(model, requests_of(model, prompts, draft_tokens=[0, 5, 2, 1]))
     for row, prompt in enumerate(prompts):
         assert state.tokens[row, len(prompt) : len(prompt) + NEW_TOKENS].tolist() == plain.tokens[row]
     assert np.asarray(state.counters.offered)[0].sum() == 0
@@ -131,7 +148,9 @@ def test_draft_lengths_may_differ_by_row(model: Model, prompts: list[list[int]],
 def test_neighbours_change_no_token(model: Model, prompts: list[list[int]], plain: dspark_jax.Completions) -> None:
     """Same batch size and capacity, other neighbours: replaced, finished at once, or drafting differently."""
     others = [[7, 8, 9] * 5, [2] * 40, prompts[2], [1, 2]]
-    state = run(model, others, [3, NEW_TOKENS, NEW_TOKENS, 0], [5, 1, 3, 5], ())
+    state = run(
+        model, requests_of(model, others, max_new_tokens=[3, NEW_TOKENS, NEW_TOKENS, 0], draft_tokens=[5, 1, 3, 5])
+    )
     n = len(prompts[2])
     assert state.tokens[2, n : n + NEW_TOKENS].tolist() == plain.tokens[2]
 

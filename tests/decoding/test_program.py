@@ -10,7 +10,8 @@ from random_model import random_model
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.decoding.loop import decode
-from dspark_jax.decoding.state import initial_state
+from dspark_jax.decoding.sampling import Sampling
+from dspark_jax.decoding.state import initial_state, settle
 from dspark_jax.model.indexer import top_entries
 from dspark_jax.model.model import Model
 from dspark_jax.model.numerics import PRESETS
@@ -24,9 +25,10 @@ def model() -> Model:
 
 
 def loop_arguments(model: Model, batch: int) -> tuple:
-    rows = jnp.ones(batch, jnp.int32)
-    state = initial_state(model, jnp.zeros((batch, CAPACITY), jnp.int32), rows, rows * 50)
-    return model, model.setting(CAPACITY), state, rows * 5, jnp.full(8, -1)
+    tokens, lengths = jnp.zeros((batch, CAPACITY), jnp.int32), jnp.ones(batch, jnp.int32)
+    sampling = Sampling.of(batch, temperature=0.7, top_p=0.9)
+    state = settle(initial_state(model, tokens, lengths, logprobs=True), sampling, jax.random.key(0))
+    return model, model.setting(CAPACITY), state
 
 
 def test_the_loop_holds_each_target_layer_once(model: Model) -> None:
