@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from dspark_jax.config import ModelConfig
 from dspark_jax.errors import RequestError
 from dspark_jax.model.model import Model
 from pallas_kernels.partition import Partition
@@ -121,14 +122,21 @@ def _log_once(message: str) -> None:
 
 
 def partition_of(model: Model) -> Partition | None:
-    """How operations on this model are to be split: the mesh on which `load` put it, None for one device."""
+    """How operations on this model are split: over the mesh on which `load` put it; None for one device.
+
+    It asks an array where it lies, so call it outside `jax.jit`; inside, there is `partition_on`.
+    """
     sharding = model.vocabulary.embed.get_value().sharding
     if not isinstance(sharding, NamedSharding):
         return None
-    mesh = sharding.mesh
-    assert isinstance(mesh, Mesh)
+    assert isinstance(sharding.mesh, Mesh)
+    return partition_on(sharding.mesh, model.config)
+
+
+def partition_on(mesh: Mesh, config: ModelConfig) -> Partition:
+    """How operations on a model of this config are split that `load` puts on this mesh."""
     rows = tuple(name for name in RULES.batch if name in mesh.shape)
-    return Partition(mesh, rows, mesh_axes(mesh, "expert", model.config.n_routed_experts))
+    return Partition(mesh, rows, mesh_axes(mesh, "expert", config.n_routed_experts))
 
 
 def row_sharding(partition: Partition, batch: int) -> NamedSharding:
