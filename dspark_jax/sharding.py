@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import RequestError
 from dspark_jax.model.model import Model
+from dspark_jax.model.rows import Setting
 from pallas_kernels.partition import Partition
 
 Axis = Literal["batch", "vocabulary", "heads", "hidden", "expert"]
@@ -137,6 +138,12 @@ def partition_on(mesh: Mesh, config: ModelConfig) -> Partition:
     """How operations on a model of this config are split that `load` puts on this mesh."""
     rows = tuple(name for name in RULES.batch if name in mesh.shape)
     return Partition(mesh, rows, mesh_axes(mesh, "expert", config.n_routed_experts))
+
+
+def setting_of(model: Model, capacity: int) -> Setting:
+    """`model.setting(capacity)` where the model lies; outside `jax.jit`, like `partition_of`."""
+    partition = partition_of(model)
+    return place_copies(model.setting(capacity, partition), partition)
 
 
 def row_sharding(partition: Partition, batch: int) -> NamedSharding:

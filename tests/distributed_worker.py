@@ -24,6 +24,12 @@ def results(model: dspark_jax.Model, ids: np.ndarray) -> dict[str, np.ndarray]:
     return {"logits": step.logits, "taps": step.taps}
 
 
+def completions(model: dspark_jax.Model, ids: np.ndarray) -> dict[str, np.ndarray]:
+    """Tokens of a greedy and a sampled row, which every process must find the same."""
+    done = dspark_jax.generate(model, ids[:, :5], 16, stop_ids=(), temperature=[0.0, 0.8], seed=7)
+    return {"tokens": np.array(done.tokens)}
+
+
 def main(address: str, processes: str, number: str, checkpoint: str, ids: str, out: str) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
@@ -36,6 +42,7 @@ def main(address: str, processes: str, number: str, checkpoint: str, ids: str, o
             model = dspark_jax.load(checkpoint, mesh=dspark_jax.make_mesh(**shape))
         found[f"{name}/unread"] = np.array(assert_only_own_slices_were_read(model, reads))
         found |= {f"{name}/{key}": values for key, values in results(model, np.load(ids)).items()}
+    found |= {f"{name}/{key}": values for key, values in completions(model, np.load(ids)).items()}
     alone = dspark_jax.load(checkpoint, parts=("drafter",))
     assert alone.vocabulary.embed[...].devices() == {jax.local_devices()[0]}
     np.savez(Path(out), **found)

@@ -2,15 +2,19 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from dspark_jax.checkpoint.layout import Entry, layout
 from dspark_jax.checkpoint.load import fill
 from dspark_jax.config import ModelConfig
 from dspark_jax.model.model import PARTS, Model, Part, abstract_model
 from dspark_jax.model.numerics import numerics_of
+from dspark_jax.sharding import sharding_of
 
 CODE_RMS = {"F8_E4M3": 1.2, "I8": 2.9}  # of the codes drawn below, before scaling
 
@@ -22,6 +26,21 @@ def random_model(config: ModelConfig, numerics: str = "float32", seed: int = 0, 
     widths = {name: entry.shape[-1] for entry in entries for name in entry.names}
     rng = np.random.default_rng(seed)
     return fill(abstract, entries, lambda entry: jnp.asarray(_draw(entry, rng, widths, config), entry.leaf.dtype))
+
+
+def on_mesh(model: Model, mesh: Mesh) -> Model:
+    """A model, abstract or not, with its leaves where `load` would put them."""
+    leaves, structure = jax.tree.flatten(model)
+    shardings = [sharding_of(mesh, entry.axes, entry.leaf.shape) for entry in layout(model)]
+    if isinstance(leaves[0], jax.ShapeDtypeStruct):
+        placed = [shaped(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+    else:
+        placed = jax.device_put(leaves, shardings)
+    return jax.tree.unflatten(structure, placed)
+
+
+def shaped(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _draw(entry: Entry, rng: np.random.Generator, widths: dict[str, int], config: ModelConfig) -> np.ndarray:

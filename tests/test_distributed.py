@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import GOLDEN
-from distributed_worker import MESHES, results
+from distributed_worker import MESHES, completions, results
 from tiny_configs import random_ids
 
 import dspark_jax
@@ -66,6 +66,14 @@ def test_every_process_has_the_numbers_of_one(mesh: str, found: list[Results], e
         for name, values in expected.items():
             difference = np.abs(process[f"{mesh}/{name}"] - values).max()
             assert difference <= 1e-5 * np.abs(values).max(), name
+
+
+def test_every_process_completes_prompts_as_one_does(found: list[Results]) -> None:
+    model = dspark_jax.load(TINY_A)
+    expected = completions(model, random_ids(model.config, 2, 16, seed=0))["tokens"]
+    assert expected.shape == (2, 16)
+    for process in found:
+        np.testing.assert_array_equal(process["sequences/tokens"], expected)
 
 
 def test_processes_have_the_same_bits(found: list[Results]) -> None:

@@ -137,8 +137,8 @@ def begin(model: Model) -> tuple:
     return setting, start(model, setting, jnp.asarray(tokens), lengths, 256)
 
 
-def settings(draft_tokens: int, **columns: object) -> tuple:
-    return Sampling.of(BATCH, max_new_tokens=48, draft_tokens=draft_tokens, **columns), jax.random.key(0)
+def settings(draft_tokens: int) -> Sampling:
+    return Sampling.of(BATCH, max_new_tokens=48, draft_tokens=draft_tokens)
 
 
 def test_full_width_layers_give_the_same_tokens_for_every_draft_length(wide: Model) -> None:
@@ -147,7 +147,7 @@ def test_full_width_layers_give_the_same_tokens_for_every_draft_length(wide: Mod
         setting, state = begin(wide)
         jax.block_until_ready(state)
         clock = time.perf_counter()
-        state = finish(wide, setting, state, *settings(draft_tokens))
+        state = finish(wide, setting, state, settings(draft_tokens))
         tokens.append(np.asarray(state.tokens))
         steps.append((time.perf_counter() - clock) / int(np.asarray(state.counters.rounds).max()))
     print(f"\nfull width, 3 layers and a stage, batch {BATCH}: {steps[-1] * 1e3:.2f} ms a plain step,", end=" ")
@@ -160,7 +160,7 @@ def test_full_width_layers_give_the_same_tokens_for_every_draft_length(wide: Mod
 def test_the_compiled_loop_stays_on_the_device_and_copies_no_cache(wide: Model) -> None:
     setting, state = begin(wide)
     clock = time.perf_counter()
-    compiled = finish.lower(wide, setting, state, *settings(5)).compile()
+    compiled = finish.lower(wide, setting, state, settings(5)).compile()
     text = compiled.as_text()
     print(f"\ncompiled in {time.perf_counter() - clock:.1f} s; temporaries", end=" ")
     print(f"{compiled.memory_analysis().temp_size_in_bytes / 1e9:.2f} GB, {text.count(' fusion(')} fusions", end="")

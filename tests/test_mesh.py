@@ -12,16 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import GOLDEN
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from random_model import random_model
+from random_model import on_mesh, random_model, shaped
 from test_config import FLASH
 from tiny_configs import CONFIGS, random_ids
 
 import dspark_jax
 from dspark_jax import Forward, Model, ModelConfig, RequestError, make_mesh
 from dspark_jax import sharding as sharding_module
-from dspark_jax.checkpoint.layout import layout
 from dspark_jax.model import cache as cache_module
 from dspark_jax.model.cache import TargetCache, drafter_cache, target_cache
 from dspark_jax.model.drafter import draft_step, remember
@@ -46,21 +45,6 @@ from pallas_kernels.partition import Partition, map_rows
 
 TINY_A = GOLDEN / "tiny-a"
 Tree = Any
-
-
-def on_mesh(model: Model, mesh: Mesh) -> Model:
-    """A model, abstract or not, with its leaves where `load` would put them."""
-    leaves, structure = jax.tree.flatten(model)
-    shardings = [sharding_of(mesh, entry.axes, entry.leaf.shape) for entry in layout(model)]
-    if isinstance(leaves[0], jax.ShapeDtypeStruct):
-        placed = [shaped(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
-    else:
-        placed = jax.device_put(leaves, shardings)
-    return jax.tree.unflatten(structure, placed)
-
-
-def shaped(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 # Meshes and rules ----------------------------------------------------------------------------------------------------

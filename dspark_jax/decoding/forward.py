@@ -17,7 +17,7 @@ from dspark_jax.model.model import Model
 from dspark_jax.model.numerics import Numerics
 from dspark_jax.model.rows import Rows, Setting
 from dspark_jax.model.target import Seen, lm_logits, target_step
-from dspark_jax.sharding import constrain_rows, partition_of, place_copies, place_rows
+from dspark_jax.sharding import constrain_rows, place_rows, setting_of
 from pallas_kernels.partition import Partition
 
 
@@ -63,15 +63,14 @@ def forward(model: Model, ids: jax.typing.ArrayLike, internals: bool = False, ch
     length = tokens.shape[1]
     capacity = bucket(length)
     width = min(chunk, capacity)
-    partition = partition_of(model)
-    setting, steps = place_copies(model.setting(capacity, partition), partition), []
-    cache = empty_cache(model.config, model.numerics, len(tokens), capacity, partition)
+    setting, steps = setting_of(model, capacity), []
+    cache = empty_cache(model.config, model.numerics, len(tokens), capacity, setting.partition)
     for first in range(0, length, width):
         piece = tokens[:, first : first + width]
         count = piece.shape[1]
         piece = np.pad(piece, [(0, 0), (0, width - count)])
         start, live = (jnp.full(len(piece), value, jnp.int32) for value in (first, count))
-        rows = place_rows(Rows(jnp.asarray(piece), start, live), partition)
+        rows = place_rows(Rows(jnp.asarray(piece), start, live), setting.partition)
         step, cache = forward_step(model, setting, rows, cache, internals)
         steps.append(jax.tree.map(lambda values, count=count: values[:, :count], step))
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *steps)

@@ -17,6 +17,7 @@ from dspark_jax.decoding.statistics import Counters, Statistics
 from dspark_jax.errors import NotFiniteError, RequestError, SilentDrafterError
 from dspark_jax.model.model import Model
 from dspark_jax.model.rows import Setting
+from dspark_jax.sharding import constrain_rows, fetch, place_rows, setting_of
 
 FinishReason = Literal["stop", "length", "not_finite"]
 
@@ -162,14 +163,14 @@ def run(model: Model, requests: Sequence[Request], samples: int = 1, logprobs: b
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise RequestError(f"samples is {samples!r}; expected an integer of at least 1.")
     capacity = bucket(max(request.positions for request in requests))
-    setting, chunk = model.setting(capacity), min(PREFILL_CHUNK, capacity)
-    tokens, lengths = pack([request.prompt for request in requests], capacity)
-    state = start(model, setting, tokens, lengths, chunk, logprobs)
+    setting, chunk = setting_of(model, capacity), min(PREFILL_CHUNK, capacity)
+    prompts = place_rows(pack([request.prompt for request in requests], capacity), setting.partition)
+    state = start(model, setting, *prompts, chunk, logprobs)
     if samples > 1:
         state = pick(state, np.repeat(np.arange(len(requests)), samples))
     rows = [replace(request, seed=(request.seed + s) % SEEDS) for request in requests for s in range(samples)]
-    state = finish(model, setting, state, sampling_of(rows, stop_slots(rows)), jax.random.key(KEY))
-    return jax.device_get(Generation.of(state))
+    sampling = place_rows(sampling_of(rows, stop_slots(rows)), setting.partition)
+    return fetch(Generation.of(finish(model, setting, state, sampling)))
 
 
 def pack(prompts: Sequence[Sequence[int]], capacity: int) -> tuple[np.ndarray, np.ndarray]:
@@ -186,13 +187,15 @@ def start(
     model: Model, setting: Setting, tokens: jax.Array, length: jax.Array, chunk: int, logprobs: bool = False
 ) -> State:
     """A prefilled state, compiled once for a batch size, a capacity and a chunk; arguments as for `initial_state`."""
-    return prefill(model, setting, initial_state(model, tokens, length, logprobs), chunk)
+    state = constrain_rows(initial_state(model, tokens, length, logprobs), setting.partition)
+    return prefill(model, setting, state, chunk)
 
 
 @partial(jax.jit, donate_argnames="state")
-def finish(model: Model, setting: Setting, state: State, sampling: Sampling, key: jax.Array) -> State:
+def finish(model: Model, setting: Setting, state: State, sampling: Sampling) -> State:
     """Decodes a prefilled state to its end, compiled once for a batch size and a capacity."""
-    return decode(model, setting, settle(state, sampling, key))
+    state = settle(state, sampling, jax.random.key(KEY))
+    return decode(model, setting, constrain_rows(state, setting.partition))
 
 
 def check_drafter(counters: Counters) -> None:

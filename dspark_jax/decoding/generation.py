@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.decoding.loop import decode, prefill
@@ -13,6 +14,7 @@ from dspark_jax.decoding.state import LogProbs, State, initial_state, pick, sett
 from dspark_jax.decoding.statistics import Counters
 from dspark_jax.errors import RequestError
 from dspark_jax.model.model import Model
+from dspark_jax.sharding import automatic, constrain_rows, partition_on
 
 PREFILL_CHUNK = 256
 
@@ -64,7 +66,13 @@ class Generation:
 
 
 def generate_fn(
-    config: ModelConfig, capacity: int, *, samples: int = 1, logprobs: bool = False, chunk: int = PREFILL_CHUNK
+    config: ModelConfig,
+    capacity: int,
+    *,
+    mesh: Mesh | None = None,
+    samples: int = 1,
+    logprobs: bool = False,
+    chunk: int = PREFILL_CHUNK,
 ) -> Run:
     """A pure function that completes a batch of prompts, drafting and verifying on the device.
 
@@ -80,6 +88,8 @@ def generate_fn(
     Args:
         config: `model.config`.
         capacity: positions; a row whose prompt and budget need more ends there.
+        mesh: the one that the weights were loaded onto; the rows are split over its axis "data". None for one device,
+            and inside a `shard_map` of your own.
         samples: rows that go on from each prompt, which is prefilled once.
         logprobs: return log-probabilities.
         chunk: rows of a prefill step.
@@ -92,18 +102,22 @@ def generate_fn(
         if not isinstance(value, int) or value < 1:
             raise RequestError(f"{name} is {value!r}; expected an integer of at least 1.")
 
+    mesh = automatic(mesh)
+    partition = partition_on(mesh, config) if mesh else None
+
     @jax.jit
     def run(
         weights: Model, prompt_ids: jax.Array, prompt_lengths: jax.Array, sampling: Sampling, key: jax.Array
     ) -> Generation:
         _check_call(weights, config, capacity, samples, prompt_ids, prompt_lengths, sampling)
-        setting = weights.setting(capacity)
+        setting = weights.setting(capacity, partition)
         tokens = jnp.pad(prompt_ids.astype(jnp.int32), [(0, 0), (0, capacity - prompt_ids.shape[1])])
         state = initial_state(weights, tokens, prompt_lengths.astype(jnp.int32), logprobs)
-        state = prefill(weights, setting, state, min(chunk, capacity))
+        state = prefill(weights, setting, constrain_rows(state, partition), min(chunk, capacity))
         if samples > 1:
             state = pick(state, jnp.repeat(jnp.arange(len(tokens)), samples))
-        return Generation.of(decode(weights, setting, settle(state, sampling, key)))
+        state = constrain_rows(settle(state, sampling, key), partition)
+        return Generation.of(decode(weights, setting, state))
 
     return run
 

@@ -19,6 +19,7 @@ from dspark_jax.model.model import Model
 from dspark_jax.model.rows import Rows, Setting
 from dspark_jax.model.target import lm_logits, target_step
 from dspark_jax.model.weights import Target
+from dspark_jax.sharding import constrain_rows
 
 
 def prefill(model: Model, setting: Setting, state: State, chunk: int) -> State:
@@ -35,7 +36,8 @@ def prefill(model: Model, setting: Setting, state: State, chunk: int) -> State:
         ids = state.tokens.at[:, first + jnp.arange(chunk, dtype=jnp.int32)].get(mode="clip")
         rows = Rows(ids, jnp.full_like(todo, first), jnp.clip(todo - first, 0, chunk))
         passed = target_step(_target(model), model.vocabulary, rows, state.target, setting)
-        return replace(state, target=passed.cache, drafter=_remember(model, setting, state.drafter, passed.taps, rows))
+        drafter = _remember(model, setting, state.drafter, passed.taps, rows)
+        return constrain_rows(replace(state, target=passed.cache, drafter=drafter), setting.partition)
 
     return jax.lax.fori_loop(0, -(-jnp.max(todo) // chunk), step, state)
 
@@ -93,7 +95,7 @@ def decode_round(model: Model, setting: Setting, state: State) -> State:
     slots = state.length[:, None] + jnp.arange(ids.shape[1], dtype=jnp.int32)
     new = slots < (state.length + count)[:, None]
     length = state.length + count
-    return replace(
+    state = replace(
         state,
         tokens=write(state.tokens, slots, verdict.tokens, new),
         length=length,
@@ -105,6 +107,7 @@ def decode_round(model: Model, setting: Setting, state: State) -> State:
         drafter=drafter,
         counters=state.counters.count(active, allowed > 0, cut),
     )
+    return constrain_rows(state, setting.partition)
 
 
 def _propose(model: Model, setting: Setting, state: State, anchor: jax.Array, allowed: jax.Array) -> Proposal:

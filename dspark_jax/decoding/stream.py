@@ -22,6 +22,7 @@ from dspark_jax.decoding.state import State, initial_state, insert, pick, settle
 from dspark_jax.errors import RequestError
 from dspark_jax.model.model import Model
 from dspark_jax.model.rows import Setting
+from dspark_jax.sharding import constrain_rows, fetch, place_rows, setting_of
 
 PREFILL_ROWS = 4  # prompts that are prefilled together
 ROUNDS = 32  # of decoding between two looks at what has finished
@@ -99,12 +100,12 @@ class _Batch:
         self, model: Model, requests: Sequence[Request], capacity: int, batch_size: int, logprobs: bool
     ) -> None:
         self.model, self.requests, self.capacity, self.logprobs = model, requests, capacity, logprobs
-        self.setting = model.setting(capacity)
+        self.setting = setting_of(model, capacity)
         self.places: list[int | None] = [None] * batch_size
         self.prefill_rows = min(PREFILL_ROWS, batch_size)
         self.slots = stop_slots(requests)
         nobody = Sampling.of(batch_size, max_new_tokens=0, stop_ids=np.full(self.slots, -1))
-        self.state = _empty(model, nobody, capacity, logprobs)
+        self.state = _empty(model, self.setting, self._placed(nobody), capacity, logprobs)
 
     @property
     def running(self) -> int:
@@ -125,7 +126,7 @@ class _Batch:
 
     def _fill(self, prompts: list[tuple[int, ...]], moves: list[tuple[int, int, int]]) -> None:
         idle = [(0,)] * (self.prefill_rows - len(prompts))
-        tokens, lengths = pack([*prompts, *idle], self.capacity)
+        tokens, lengths = self._placed(pack([*prompts, *idle], self.capacity))
         chunk = min(PREFILL_CHUNK, self.capacity)
         prefilled = start(self.model, self.setting, tokens, lengths, chunk, self.logprobs)
         for some in batched(moves, self.prefill_rows):
@@ -134,6 +135,7 @@ class _Batch:
             settings = [self.requests[number] for number in (*numbers, *numbers[:1] * spare)]
             beyond = range(len(self.places), len(self.places) + spare)  # dropped
             self.state = _move(
+                self.setting,
                 self.state,
                 prefilled,
                 np.array([*rows, *[0] * spare]),
@@ -143,6 +145,9 @@ class _Batch:
             for number, place in zip(numbers, places, strict=True):
                 self.places[place] = number
 
+    def _placed[Rows](self, rows: Rows) -> Rows:
+        return place_rows(rows, self.setting.partition)
+
     def advance(self, enough: int) -> tuple[list[tuple[int, Completion]], Progress]:
         """Decodes until `enough` of the running sequences have finished, or for some rounds.
 
@@ -151,7 +156,7 @@ class _Batch:
         """
         free = self.places.count(None)
         self.state = _advance(self.model, self.setting, self.state, np.int32(free + enough))
-        done, generation = jax.device_get((self.state.done, Generation.of(self.state)))
+        done, generation = fetch((self.state.done, Generation.of(self.state)))
         taken = {place: number for place, number in enumerate(self.places) if number is not None}
         rows = list(taken)
         check_drafter(jax.tree.map(lambda counts: counts[rows], generation.counters))
@@ -166,17 +171,21 @@ class _Batch:
 
 
 @partial(jax.jit, static_argnames=("capacity", "logprobs"))
-def _empty(model: Model, nobody: Sampling, capacity: int, logprobs: bool) -> State:
+def _empty(model: Model, setting: Setting, nobody: Sampling, capacity: int, logprobs: bool) -> State:
     """A state in which every place is free; `nobody` has no budget."""
     batch = nobody.seed.shape[0]
     tokens, lengths = jnp.zeros((batch, capacity), jnp.int32), jnp.ones(batch, jnp.int32)
-    return settle(initial_state(model, tokens, lengths, logprobs), nobody, jax.random.key(KEY))
+    state = settle(initial_state(model, tokens, lengths, logprobs), nobody, jax.random.key(KEY))
+    return constrain_rows(state, setting.partition)
 
 
 @partial(jax.jit, donate_argnames="state")
-def _move(state: State, prefilled: State, rows: jax.Array, places: jax.Array, sampling: Sampling) -> State:
+def _move(
+    setting: Setting, state: State, prefilled: State, rows: jax.Array, places: jax.Array, sampling: Sampling
+) -> State:
     """Puts prefilled sequences into places, each with settings of its own."""
-    return insert(state, places, settle(pick(prefilled, rows), sampling, jax.random.key(KEY)))
+    state = insert(state, places, settle(pick(prefilled, rows), sampling, jax.random.key(KEY)))
+    return constrain_rows(state, setting.partition)
 
 
 @partial(jax.jit, donate_argnames="state")
