@@ -29,7 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("model",),
     ("checkpoint", "sharding", "chat"),
     ("decoding",),
-    ("training", "evaluation", "crosscheck"),
+    ("training", "evaluation", "crosscheck", "bench"),
     ("__init__",),
     ("cli",),
 )
