@@ -48,15 +48,23 @@ class Workload:
     repeats: int = 5
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Checks what has nothing to do with the model, so that no weights are loaded in vain.
+
+        Raises:
+            RequestError: a number below 1 of what there must be some of.
+        """
+        for name in ("batch_size", "prompt_tokens", "max_new_tokens", "draft_tokens", "repeats"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise RequestError(f"{name} is {value}; expected an integer of at least 1.")
+
     def requests(self, model: Model, draft_tokens: int | None) -> list[Request]:
         """The checked requests.
 
         Raises:
-            RequestError: a number that cannot be.
+            RequestError: see `check_requests`.
         """
-        for name in ("batch_size", "prompt_tokens", "max_new_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise RequestError(f"{name} is {getattr(self, name)}; expected an integer of at least 1.")
         shape = (self.batch_size, self.prompt_tokens)
         prompts = np.random.default_rng(self.seed).integers(model.config.vocab_size, size=shape)
         requests = [
@@ -198,15 +206,13 @@ def bench_generate(model: Model, workload: Workload, progress: Progress) -> Gene
     """Generates in three ways: once to warm up, then as often as wanted, in turns.
 
     Raises:
-        RequestError: no drafter, no drafts, or a number that cannot be.
+        RequestError: no drafter, or a number that cannot be.
         NotFiniteError: the target's logits are not finite.
         SilentDrafterError: the drafter never offered a finite draft.
     """
+    if model.drafter is None:
+        raise RequestError("the checkpoint has no drafter, so there is nothing to compare; name one that has.")
     plain, speculative = workload.requests(model, 0), workload.requests(model, workload.draft_tokens)
-    if speculative[0].draft_tokens == 0:
-        raise RequestError(
-            "there is nothing to compare without drafts; use a checkpoint with a drafter, and draft_tokens above 0."
-        )
     work = 3 + len(RUNS) * (1 + workload.repeats)
     done = iter(range(work))
 

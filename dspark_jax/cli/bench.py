@@ -139,6 +139,9 @@ def print_generate(report: GenerateReport) -> None:
     ):
         table.add_row(name, *told)
     table.add_row("tokens", *(_agreement(other, w.batch_size, other is others[0]) for other in others))
+    if any(other.first_difference is not None for other in others):
+        places = [other.first_difference for other in others]
+        table.add_row("first difference", *("" if place is None else f"new token {place}" for place in places))
     RESULT.print(table)
 
 
@@ -147,7 +150,7 @@ def _agreement(against: Against, sequences: int, must_agree: bool) -> Text:
         return Text("sampled", style="dim")
     if against.equal_sequences == sequences:
         return Text("✓ equal", style="green")
-    told = f"{against.equal_sequences} of {sequences} equal, up to token {against.first_difference}"
+    told = f"{against.equal_sequences} of {sequences} equal"
     return Text(f"✗ {told}", style="bold red") if must_agree else Text(told)
 
 
