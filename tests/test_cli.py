@@ -93,7 +93,9 @@ def test_generate(folder: Path, dspark: Dspark) -> None:
     assert len(tokens) == 24
     assert result["text"] == " ".join(f"w{token}" for token in tokens if token != 1)
     assert statistics["accepted_length"] == len(tokens) / statistics["rounds"] > 1
-    assert result["numerics"] == "bfloat16"
+    assert result["finish_reason"] == "length"
+    assert result["settings"]["numerics"] == "bfloat16"
+    assert result["settings"]["prompt_tokens"] == 3
 
     without_tokenizer = json.loads(from_ids.out)
     assert without_tokenizer["text"] is None
@@ -112,14 +114,19 @@ def test_generate(folder: Path, dspark: Dspark) -> None:
     [
         (["--prompt-ids", "1,x"], "--prompt-ids is '1,x'; expected token ids and commas, such as 1,2,3."),
         (["--prompt-ids", "1,,2"], "--prompt-ids is '1,,2'; expected"),
-        (["--prompt-ids", "1,-2"], "--prompt-ids: token id -2 is outside the vocabulary; expected 0 to 511."),
-        (["--prompt-ids", "512"], "--prompt-ids: token id 512 is outside the vocabulary; expected 0 to 511."),
-        (["--prompt-ids", "1", "--max-new-tokens", "-3"], "--max-new-tokens is -3; expected an integer of at least 0."),
-        (["--prompt-ids", "1", "--draft-tokens", "-1"], "--draft-tokens is -1; expected an integer of at least 0."),
-        ([], "there is no prompt; give exactly one: a text, or --prompt-ids 1,2,3."),
+        (["--prompt-ids", "1,-2"], "prompt_ids: token id -2 is outside the vocabulary; expected 0 to 511."),
+        (["--prompt-ids", "512"], "prompt_ids: token id 512 is outside the vocabulary; expected 0 to 511."),
+        (["--prompt-ids", "1", "--max-new-tokens", "-3"], "max_new_tokens is -3; expected an integer of at least 0."),
+        (["--prompt-ids", "1", "--draft-tokens", "-1"], "draft_tokens is -1; expected an integer of at least 0."),
+        ([], "there is no prompt; give exactly one: a text, --prompt-ids 1,2,3, --messages FILE or --prompts FILE."),
         ([""], "there is no prompt; give exactly one"),
-        (["w1", "--prompt-ids", "1"], "both PROMPT and --prompt-ids are given; give exactly one"),
-        (["w1"], "has no tokenizer.json, which a text prompt needs; fetch it, or give --prompt-ids 1,2,3."),
+        (["w1", "--prompt-ids", "1"], "PROMPT and --prompt-ids are given; give exactly one"),
+        (["--prompts", "x.jsonl"], "--prompts FILE and --out FILE belong together; give both, or neither."),
+        (["w1", "--top-p", "1.5"], "top_p is 1.5; expected a number from 0 to 1."),
+        (["w1", "--temperature", "-1"], "temperature is -1.0; expected a number of at least 0."),
+        (["--prompt-ids", "1", "--samples", "0"], "samples is 0; expected an integer of at least 1."),
+        (["--messages", "nowhere.json"], "nowhere.json"),
+        (["w1"], "has no tokenizer.json, which a text prompt needs; fetch it, or give token ids."),
     ],
 )
 def test_generate_refuses_in_one_line(arguments: list[str], complaint: str, dspark: Dspark) -> None:
@@ -132,7 +139,7 @@ def test_generate_refuses_in_one_line(arguments: list[str], complaint: str, dspa
 
 def test_generate_refuses_text_of_no_tokens(folder: Path, dspark: Dspark) -> None:
     ran = dspark("generate", "  ", "--checkpoint", str(folder))
-    assert (ran.code, ran.err) == (2, "dspark: PROMPT is empty; give at least one token id.\n")
+    assert (ran.code, ran.err) == (2, "dspark: prompt is empty; give at least one token id.\n")
 
 
 def test_unreadable_folder(tmp_path: Path, dspark: Dspark) -> None:

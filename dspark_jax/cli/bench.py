@@ -2,17 +2,18 @@
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
-from tyro.conf import arg
+from tyro.conf import OmitArgPrefixes, arg
 
 from dspark_jax.bench.generate import Against, GenerateReport, Workload, bench_generate
 from dspark_jax.bench.load import LoadReport, bench_load
 from dspark_jax.bench.sparse import sparse_checkpoint
 from dspark_jax.checkpoint.load import load as load_checkpoint
+from dspark_jax.cli.options import Loading
 from dspark_jax.cli.terminal import RESULT, bytes_bar, print_json, steps_bar
 from dspark_jax.errors import RequestError
 
@@ -71,14 +72,13 @@ def print_load(report: LoadReport) -> None:
 
 def generate(
     *,
-    checkpoint: Annotated[Path, arg(metavar="DIR")],
+    loading: OmitArgPrefixes[Loading],
     batch_size: Annotated[int, arg(metavar="B")] = 1,
     prompt_tokens: Annotated[int, arg(metavar="N")] = 128,
     max_new_tokens: Annotated[int, arg(metavar="N")] = 128,
     draft_tokens: Annotated[int | None, arg(metavar="K", help_behavior_hint="(default: the trained block)")] = None,
     temperature: Annotated[float, arg(metavar="T")] = 0.0,
     repeats: Annotated[int, arg(metavar="R")] = 5,
-    numerics: Literal["float32", "bfloat16", "official"] = "bfloat16",
     json: bool = False,
 ) -> int:
     """Decode the same random prompts plainly, plainly at width 1, and speculatively, in one run.
@@ -86,23 +86,21 @@ def generate(
     Exit code 1 if greedy tokens depend on the drafts.
 
     Args:
-        checkpoint: Folder with config.json, the index and the shards.
         batch_size: Sequences that run side by side.
         prompt_tokens: Random ids in each prompt.
         max_new_tokens: Tokens to generate for each; nothing stops a sequence earlier.
         draft_tokens: Drafts offered in a round of the speculative run.
         temperature: 0 decodes greedily.
         repeats: Timed repetitions after one to warm up; medians are told.
-        numerics: As for dspark generate.
         json: Print one JSON object.
     """
     workload = Workload(batch_size, prompt_tokens, max_new_tokens, draft_tokens, temperature, repeats)
-    with bytes_bar("loading weights") as loading:
-        model = load_checkpoint(checkpoint, numerics=numerics, progress=loading)
-    with steps_bar("bench") as progress:
-        report = bench_generate(model, workload, progress)
+    with bytes_bar("loading weights") as progress:
+        model = load_checkpoint(loading.checkpoint, numerics=loading.numerics, progress=progress)
+    with steps_bar("bench") as begin:
+        report = bench_generate(model, workload, begin)
     if json:
-        print_json({"checkpoint": str(checkpoint), "numerics": numerics} | report.to_dict())
+        print_json({"checkpoint": str(loading.checkpoint), "numerics": loading.numerics} | report.to_dict())
     else:
         print_generate(report)
     return 0 if report.ok else 1

@@ -1,112 +1,149 @@
-"""`dspark generate`: one prompt, completed greedily."""
+"""`dspark generate`: one prompt or dialogue, or a file of them."""
 
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
+import rich.text
 from rich.bar import Bar
+from rich.rule import Rule
 from rich.table import Table
-from tokenizers import Tokenizer
-from tyro.conf import Positional, arg
+from tyro.conf import OmitArgPrefixes, Positional, arg
 
 import dspark_jax
-from dspark_jax.cli.terminal import RESULT, bytes_bar, print_json, spinner
+from dspark_jax import chat
+from dspark_jax.cli.options import Decoding, Loading
+from dspark_jax.cli.terminal import RESULT, bytes_bar, completions_bar, print_json, print_warning
 from dspark_jax.config import ModelConfig
-from dspark_jax.decoding.request import check_prompt
+from dspark_jax.decoding.generate import Completion
+from dspark_jax.decoding.request import check_request
 from dspark_jax.decoding.statistics import Statistics
-from dspark_jax.errors import CheckpointError, RequestError
-
-TOKENIZER_FILE = "tokenizer.json"
+from dspark_jax.decoding.stream import stream
+from dspark_jax.errors import NotFiniteError, RequestError
+from dspark_jax.jobs.prompts import Job, PromptReader
+from dspark_jax.jobs.results import Results, record_of
+from dspark_jax.jobs.text import Text
+from dspark_jax.model.model import abstract_model
+from dspark_jax.model.numerics import numerics_of
 
 
 def generate(
-    prompt: Annotated[Positional[str], arg(metavar="[PROMPT]", help_behavior_hint="(or --prompt-ids)")] = "",
+    prompt: Annotated[Positional[str], arg(metavar="[PROMPT]", help_behavior_hint="(or one of the next three)")] = "",
     *,
-    checkpoint: Annotated[Path, arg(metavar="DIR")],
-    prompt_ids: Annotated[str, arg(metavar="ID,ID,...", help_behavior_hint="(or PROMPT)")] = "",
-    max_new_tokens: Annotated[int, arg(metavar="N")] = 64,
-    draft_tokens: Annotated[int | None, arg(metavar="K", help_behavior_hint="(default: the trained block)")] = None,
-    numerics: Literal["float32", "bfloat16", "official"] = "bfloat16",
+    prompt_ids: Annotated[str, arg(metavar="ID,ID,...", help_behavior_hint="")] = "",
+    messages: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None,
+    prompts: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(needs --out)")] = None,
+    out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(with --prompts)")] = None,
+    batch_size: Annotated[int, arg(metavar="B", help_behavior_hint="(with --prompts; default: 8)")] = 8,
+    loading: OmitArgPrefixes[Loading],
+    decoding: OmitArgPrefixes[Decoding] = Decoding(),  # noqa: B008  (frozen)
     json: bool = False,
 ) -> int:
-    """Complete a prompt greedily; drafting and verification stay on the device.
+    """Complete prompts; drafting and verification stay on the device.
 
     Args:
         prompt: Text, taken as it is, without a chat template. Needs the folder's tokenizer.json.
-        checkpoint: Folder with config.json, the index and the shards.
         prompt_ids: The prompt as token ids.
-        max_new_tokens: Tokens to generate at most; the model's end-of-sequence token stops earlier.
-        draft_tokens: Drafts offered in a round; 0 decodes plainly. The tokens are the same whatever it is.
-        numerics: float32 for parity with PyTorch, official to quantise activations as DeepSeek serves the model.
-        json: Print one JSON object: tokens, text, statistics.
+        messages: A dialogue: a JSON list of messages, or an object with `messages` and `tools`. Needs the extra `chat`.
+        prompts: JSON lines with `id` and one of `prompt`, `prompt_ids`, `messages`, and by option settings of their
+            own, named as here (`max_new_tokens`, `temperature`, ...).
+        out: JSON lines of completions, written as they finish. Started again, the command adds what is missing.
+        batch_size: Sequences that run side by side.
+        json: Print JSON: a completion a line, or with --prompts a summary.
     """
-    if max_new_tokens < 0 or (draft_tokens or 0) < 0:
-        name, value = ("--max-new-tokens", max_new_tokens) if max_new_tokens < 0 else ("--draft-tokens", draft_tokens)
-        raise RequestError(f"{name} is {value}; expected an integer of at least 0.")
-    config = ModelConfig.from_file(checkpoint / "config.json")
-    tokenizer = read_tokenizer(checkpoint)
-    ids = encode_prompt(prompt, prompt_ids, tokenizer, checkpoint, config.vocab_size)
-
-    with bytes_bar("loading weights") as progress:
-        model = dspark_jax.load(checkpoint, numerics=numerics, progress=progress)
-    start = time.perf_counter()
-    with spinner("compiling and generating"):
-        done = dspark_jax.generate(model, [ids], max_new_tokens=max_new_tokens, draft_tokens=draft_tokens)
-    seconds = time.perf_counter() - start
-
-    [tokens] = done.tokens
-    text = tokenizer.decode(tokens, skip_special_tokens=True) if tokenizer else None
-    if json:
-        print_json(
-            {
-                "tokens": tokens,
-                "text": text,
-                "statistics": done.statistics.to_dict(),
-                "checkpoint": str(checkpoint),
-                "numerics": numerics,
-                "seconds_with_compilation": seconds,
-            }
-        )
+    given = {"PROMPT": prompt, "--prompt-ids": prompt_ids, "--messages": messages, "--prompts": prompts}
+    given = {name: value for name, value in given.items() if value}
+    if len(given) != 1:
+        found = f"{' and '.join(given)} are given" if given else "there is no prompt"
+        raise RequestError(f"{found}; give exactly one: a text, --prompt-ids 1,2,3, --messages FILE or --prompts FILE.")
+    if (prompts is None) != (out is None):
+        raise RequestError("--prompts FILE and --out FILE belong together; give both, or neither.")
+    config = ModelConfig.from_file(loading.checkpoint / "config.json")
+    abstract = abstract_model(config, numerics_of(loading.numerics))
+    text = Text.of(loading.checkpoint)
+    settings = check_request(replace(decoding.request(), prompt=[0]), abstract, "prompt")
+    reader = PromptReader(settings, decoding.samples, decoding.thinking, text, abstract, loading.numerics)
+    run = Run(loading, decoding.logprobs, text, json)
+    if prompts and out:
+        jobs, ignored = reader.read(prompts)
+        if ignored:
+            print_warning(f"{prompts}: the fields {', '.join(ignored)} mean nothing here.")
+        return run.file(jobs, out, batch_size)
+    if messages:
+        row: dict[str, Any] = {"messages": chat.read_messages(messages)}
     else:
-        print(text if text is not None else ",".join(map(str, tokens)))
-        print_statistics(done.statistics, len(tokens), seconds)
-    return 0
+        row = {"prompt_ids": _parse_ids(prompt_ids)} if prompt_ids else {"prompt": prompt}
+    return run.prompt(reader.jobs_of(0, row))
 
 
-def read_tokenizer(checkpoint: Path) -> Tokenizer | None:
-    """The folder's tokenizer, None if it has none.
+@dataclass(frozen=True)
+class Run:
+    """Jobs on their way through a model to the screen or a file."""
 
-    Raises:
-        CheckpointError: `tokenizer.json` is there but is not a tokenizer.
-    """
-    path = checkpoint / TOKENIZER_FILE
-    if not path.exists():
-        return None
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise CheckpointError(f"{path}: is not a tokenizer ({error}); fetch the file again.") from error
+    loading: Loading
+    logprobs: bool
+    text: Text
+    json: bool
 
+    def prompt(self, jobs: Sequence[Job]) -> int:
+        """Completes the samples of one prompt and prints them."""
+        start = time.perf_counter()
+        finished = dict(self._complete(jobs, len(jobs), total=len(jobs)))
+        seconds = time.perf_counter() - start
+        completions = [finished[number] for number in range(len(jobs))]
+        broken = [number for number, completion in enumerate(completions) if completion.finish_reason == "not_finite"]
+        if broken:
+            raise NotFiniteError(f"the target's logits are not finite for samples {broken}; check its weights.")
+        for job, completion in zip(jobs, completions, strict=True):
+            record = record_of(job, completion, self.text)
+            if self.json:
+                extra = {"checkpoint": str(self.loading.checkpoint), "seconds_with_compilation": seconds}
+                print_json({name: value for name, value in record.items() if name != "id"} | extra)
+            else:
+                print_record(record, rule=len(jobs) > 1)
+        if not self.json:
+            statistics = Statistics.total([completion.statistics for completion in completions])
+            print_statistics(statistics, sum(len(completion.tokens) for completion in completions), seconds)
+        return 0
 
-def encode_prompt(
-    prompt: str, prompt_ids: str, tokenizer: Tokenizer | None, checkpoint: Path, vocabulary: int
-) -> list[int]:
-    """Token ids of the prompt, whichever way it was given.
+    def file(self, jobs: Sequence[Job], out: Path, batch_size: int) -> int:
+        """Completes what the output file lacks and appends it, line by line."""
+        start, parts, tokens, broken = time.perf_counter(), [], 0, []
+        with Results(out) as results:
+            missing = results.missing(jobs)
+            for number, completion in self._complete(missing, batch_size, total=len(jobs)) if missing else ():
+                results.append(record_of(missing[number], completion, self.text))
+                parts.append(completion.statistics)
+                tokens += len(completion.tokens)
+                if completion.finish_reason == "not_finite":
+                    broken.append(missing[number].key)
+        summary = {
+            "out": str(out),
+            "completions": len(jobs),
+            "new_completions": len(parts),
+            "new_tokens": tokens,
+            "seconds_with_compilation": time.perf_counter() - start,
+            "statistics": Statistics.total(parts).to_dict() if parts else None,
+        }
+        if self.json:
+            print_json(summary)
+        else:
+            print_summary(summary)
+        if broken:
+            raise NotFiniteError(
+                f"the target's logits were not finite in {len(broken)} of {len(parts)} completions, first in that of "
+                f"id {broken[0][0]!r}; their lines say so. Check its weights."
+            )
+        return 0
 
-    Raises:
-        RequestError: both ways or none, text without a tokenizer, or ids that are none of this vocabulary.
-    """
-    if bool(prompt) == bool(prompt_ids):
-        given = "both PROMPT and --prompt-ids are given" if prompt else "there is no prompt"
-        raise RequestError(f"{given}; give exactly one: a text, or --prompt-ids 1,2,3.")
-    if prompt_ids:
-        return check_prompt(_parse_ids(prompt_ids), vocabulary, "--prompt-ids")
-    if tokenizer is None:
-        raise RequestError(
-            f"{checkpoint}: has no {TOKENIZER_FILE}, which a text prompt needs; fetch it, or give --prompt-ids 1,2,3."
-        )
-    # Official prompts spell out their special tokens, the first one included, so none is added.
-    return check_prompt(tokenizer.encode(prompt, add_special_tokens=False).ids, vocabulary, "PROMPT")
+    def _complete(self, jobs: Sequence[Job], batch_size: int, total: int) -> Iterator[tuple[int, Completion]]:
+        """Loads the model and streams the jobs through it, with a bar that begins at what is there already."""
+        with bytes_bar("loading weights") as progress:
+            model = dspark_jax.load(self.loading.checkpoint, numerics=self.loading.numerics, progress=progress)
+        with completions_bar("compiling and generating", total - len(jobs), total) as progress:
+            yield from stream(model, [job.request for job in jobs], batch_size, self.logprobs, progress)
 
 
 def _parse_ids(text: str) -> list[int]:
@@ -114,6 +151,37 @@ def _parse_ids(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
         raise RequestError(f"--prompt-ids is {text!r}; expected token ids and commas, such as 1,2,3.") from error
+
+
+def print_record(record: dict[str, Any], rule: bool) -> None:
+    """A completion's text, under a heading if there are several; ids where there is no tokenizer."""
+    if rule:
+        heading = f"sample {record['sample']}, seed {record['settings']['seed']}, {record['finish_reason']}"
+        RESULT.print(Rule(heading, style="dim", align="left"))
+    message = record.get("message")
+    if message is None:
+        print(record["text"] if record["text"] is not None else ",".join(map(str, record["tokens"])))
+        return
+    if message.get("reasoning_content"):
+        RESULT.print(rich.text.Text(message["reasoning_content"], style="dim"), soft_wrap=True)
+    print(message["content"])
+    for call in message.get("tool_calls", ()):
+        print(f"{call['function']['name']}({call['function']['arguments']})")
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    """What a job with files has done."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim")
+    facts.add_row(
+        "completions", f"{summary['completions']} in {summary['out']}, {summary['new_completions']} of them new"
+    )
+    if summary["statistics"]:
+        rate = summary["new_tokens"] / summary["seconds_with_compilation"]
+        facts.add_row("tokens", f"{summary['new_tokens']} new, {rate:.1f} a second, loading and compilation included")
+        length = summary["statistics"]["accepted_length"]
+        facts.add_row("accepted length", f"[bold]{length:.2f}[/] tokens a round, bonus included")
+    RESULT.print(facts)
 
 
 def print_statistics(statistics: Statistics, tokens: int, seconds: float) -> None:

@@ -2,17 +2,18 @@
 
 import json
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import rich.progress
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
     MofNCompleteColumn,
-    Progress,
     ProgressColumn,
     SpinnerColumn,
     TextColumn,
@@ -20,6 +21,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.text import Text
+
+from dspark_jax.decoding.stream import Progress
 
 RESULT = Console(highlight=False)
 STATUS = Console(stderr=True, highlight=False)
@@ -45,12 +48,17 @@ def print_error(sentence: str) -> None:
     STATUS.print(Text.assemble(("dspark: ", "bold red"), sentence), soft_wrap=True)
 
 
+def print_warning(sentence: str) -> None:
+    """Prints `dspark: warning: sentence` on stderr as one line."""
+    STATUS.print(Text.assemble(("dspark: warning: ", "bold yellow"), sentence), soft_wrap=True)
+
+
 @contextmanager
 def one_line_warnings() -> Iterator[None]:
     """Inside, a Python warning is one line on stderr without the source line that raised it."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        STATUS.print(Text.assemble(("dspark: warning: ", "bold yellow"), str(message)), soft_wrap=True)
+        print_warning(str(message))
 
     with warnings.catch_warnings():
         warnings.showwarning = show
@@ -60,7 +68,7 @@ def one_line_warnings() -> Iterator[None]:
 @contextmanager
 def bytes_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar; the function it yields takes the bytes done and the bytes in all."""
-    with _progress(BarColumn(), DownloadColumn(), TransferSpeedColumn()) as bar:
+    with _display(BarColumn(), DownloadColumn(), TransferSpeedColumn()) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -68,22 +76,40 @@ def bytes_bar(what: str) -> Iterator[Callable[[int, int], None]]:
 @contextmanager
 def steps_bar(what: str) -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar; the function it yields takes the step's name, the steps done and the steps in all."""
-    with _progress(BarColumn(), MofNCompleteColumn()) as bar:
+    with _display(BarColumn(), MofNCompleteColumn()) as bar:
         task = bar.add_task(what, total=None)
         yield lambda step, done, total: bar.update(task, description=f"{what}: {step}", completed=done, total=total)
 
 
 @contextmanager
+def completions_bar(what: str, done: int, total: int) -> Iterator[Callable[[Progress], None]]:
+    """A progress bar of completions, with tokens a second since the first report and accepted length."""
+    with _display(BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rates]}")) as bar:
+        task = bar.add_task(what, total=total, completed=done, rates="")
+        first: list[tuple[float, int]] = []
+
+        def report(progress: Progress) -> None:
+            now = time.perf_counter()
+            since, tokens = (first or [(now, progress.tokens)])[0]
+            first[:] = [(since, tokens)]
+            speed = f"{(progress.tokens - tokens) / (now - since):.1f} tokens/s, " if now > since else ""
+            rates = f"{speed}accepted length {progress.tokens / max(progress.rounds, 1):.2f}"
+            bar.update(task, description="generating", completed=done + progress.completions, rates=rates)
+
+        yield report
+
+
+@contextmanager
 def spinner(what: str) -> Iterator[None]:
     """For work on the device, which cannot report how far it is: a spinner and the time elapsed."""
-    with _progress() as bar:
+    with _display() as bar:
         bar.add_task(what, total=None)
         yield
 
 
-def _progress(*columns: ProgressColumn) -> Progress:
+def _display(*columns: ProgressColumn) -> rich.progress.Progress:
     """A transient display on stderr, and none where stderr is not a terminal."""
-    return Progress(
+    return rich.progress.Progress(
         SpinnerColumn(),
         _DESCRIPTION,
         *columns,

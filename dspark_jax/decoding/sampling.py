@@ -95,11 +95,12 @@ class Sampling:
 
 def target_probabilities(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """What a sequence samples from: float32 logits [B, T, V] -> probabilities [B, T, V], one-hot where it is greedy."""
-    rows = sampling.greedy[:, None, None]
-    cut = jnp.any(~sampling.greedy & ((sampling.top_k > 0) | (sampling.top_p < 1)))
-    probabilities = softmax(logits, sampling)
-    probabilities = jax.lax.cond(cut, truncate, lambda whole, _: whole, probabilities, sampling)
-    return jnp.where(rows, one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1]), probabilities)
+    greedy = sampling.greedy[:, None, None]
+    cut = ~greedy & ((sampling.top_k > 0) | (sampling.top_p < 1))[:, None, None]
+    whole = softmax(logits, sampling)
+    truncated = jax.lax.cond(jnp.any(cut), truncate, lambda whole, _: whole, whole, sampling)
+    sampled = jnp.where(cut, truncated, whole)  # renormalising a whole row would let its neighbours decide its last bit
+    return jnp.where(greedy, one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1]), sampled)
 
 
 def draft_probabilities(logits: jax.Array, drafts: jax.Array, sampling: Sampling) -> jax.Array:

@@ -99,7 +99,7 @@ def settle(state: State, sampling: Sampling, key: jax.Array) -> State:
 
 def pick(state: State, rows: ArrayLike) -> State:
     """The sequences int32 [R] of a state, in this order; one may be picked several times."""
-    return jax.tree.map(lambda leaf: leaf[rows], state)
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf)[rows], state)
 
 
 def insert(state: State, rows: ArrayLike, new: State) -> State:

@@ -1,6 +1,7 @@
 """What a generation counts, and the rates made of it. Every rate names its denominator."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,20 +91,41 @@ class Statistics:
     @classmethod
     def of(cls, counters: Counters) -> "Statistics":
         """Totals over the sequences of a batch."""
-        totals = jax.tree.map(lambda counts: np.asarray(counts).sum(axis=0), counters)
-        rounds, offered, accepted = int(totals.rounds), int(totals.offered.sum()), int(totals.accepted.sum())
+        totals = jax.tree.map(lambda counts: np.asarray(counts).sum(axis=0).tolist(), counters)
+        return cls._of_counts(totals.rounds, totals.bonus, totals.offered, totals.reached, totals.accepted)
+
+    @classmethod
+    def total(cls, parts: Sequence["Statistics"]) -> "Statistics":
+        """Totals over several generations of one model, of which there is at least one."""
+
+        def add(name: str) -> list[int]:
+            return np.sum([getattr(part, name) for part in parts], axis=0).tolist()
+
+        return cls._of_counts(
+            sum(part.rounds for part in parts),
+            sum(part.bonus_tokens for part in parts),
+            add("offering_rounds"),
+            add("reached_rounds"),
+            add("accepting_rounds"),
+        )
+
+    @classmethod
+    def _of_counts(
+        cls, rounds: int, bonus: int, offering: list[int], reached: list[int], accepting: list[int]
+    ) -> "Statistics":
+        offered, accepted = sum(offering), sum(accepting)
         return cls(
             rounds=rounds,
             offered_drafts=offered,
             accepted_drafts=accepted,
-            bonus_tokens=int(totals.bonus),
-            accepted_length=(accepted + int(totals.bonus)) / rounds if rounds else 0.0,
+            bonus_tokens=bonus,
+            accepted_length=(accepted + bonus) / rounds if rounds else 0.0,
             accepted_drafts_per_offered_draft=_ratio(accepted, offered),
-            offering_rounds=totals.offered.tolist(),
-            reached_rounds=totals.reached.tolist(),
-            accepting_rounds=totals.accepted.tolist(),
-            prefix_acceptance_per_offering_round=[*map(_ratio, totals.accepted.tolist(), totals.offered.tolist())],
-            conditional_acceptance_per_reached_round=[*map(_ratio, totals.accepted.tolist(), totals.reached.tolist())],
+            offering_rounds=offering,
+            reached_rounds=reached,
+            accepting_rounds=accepting,
+            prefix_acceptance_per_offering_round=[*map(_ratio, accepting, offering)],
+            conditional_acceptance_per_reached_round=[*map(_ratio, accepting, reached)],
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def _stream(
         batch = _Batch(model, requests, capacity, batch_size, logprobs)
         while waiting or batch.running:
             batch.admit(waiting)
-            finished, running = batch.advance(enough=min(len(waiting), PREFILL_ROWS) or batch.running)
+            finished, running = batch.advance(enough=min(len(waiting), batch.prefill_rows) or batch.running)
             progress(_sum(past, running))
             past = _sum(past, *(_progress_of(completion) for _, completion in finished))
             yield from finished
@@ -101,6 +101,7 @@ class _Batch:
         self.model, self.requests, self.capacity, self.logprobs = model, requests, capacity, logprobs
         self.setting = model.setting(capacity)
         self.places: list[int | None] = [None] * batch_size
+        self.prefill_rows = min(PREFILL_ROWS, batch_size)
         self.slots = stop_slots(requests)
         nobody = Sampling.of(batch_size, max_new_tokens=0, stop_ids=np.full(self.slots, -1))
         self.state = _empty(model, nobody, capacity, logprobs)
@@ -117,19 +118,19 @@ class _Batch:
             moves = []  # (number of the request, row of its prefilled prompt, place)
             for place in [place for place, number in enumerate(self.places) if number is None]:
                 prompt = tuple(self.requests[waiting[0]].prompt) if waiting else ()
-                if not waiting or (prompt not in prefilled and len(prefilled) == PREFILL_ROWS):
+                if not waiting or (prompt not in prefilled and len(prefilled) == self.prefill_rows):
                     break
                 moves.append((waiting.popleft(), prefilled.setdefault(prompt, len(prefilled)), place))
             self._fill(list(prefilled), moves)
 
     def _fill(self, prompts: list[tuple[int, ...]], moves: list[tuple[int, int, int]]) -> None:
-        idle = [(0,)] * (PREFILL_ROWS - len(prompts))
+        idle = [(0,)] * (self.prefill_rows - len(prompts))
         tokens, lengths = pack([*prompts, *idle], self.capacity)
         chunk = min(PREFILL_CHUNK, self.capacity)
         prefilled = start(self.model, self.setting, tokens, lengths, chunk, self.logprobs)
-        for some in batched(moves, PREFILL_ROWS):
+        for some in batched(moves, self.prefill_rows):
             numbers, rows, places = zip(*some, strict=True)
-            spare = PREFILL_ROWS - len(some)
+            spare = self.prefill_rows - len(some)
             settings = [self.requests[number] for number in (*numbers, *numbers[:1] * spare)]
             beyond = range(len(self.places), len(self.places) + spare)  # dropped
             self.state = _move(

@@ -1,0 +1,59 @@
+"""Options that several commands share."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import arg
+
+from dspark_jax import chat
+from dspark_jax.decoding.request import Request
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Which model, and where it lies."""
+
+    checkpoint: Annotated[Path, arg(metavar="DIR")]
+    """Folder with config.json, the index and the shards."""
+    numerics: Literal["float32", "bfloat16", "official"] = "bfloat16"
+    """float32 for parity with PyTorch, official to quantise activations as DeepSeek serves the model."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How prompts are completed."""
+
+    max_new_tokens: Annotated[int, arg(metavar="N")] = 64
+    """Tokens to generate at most; the model's end-of-sequence token stops earlier."""
+    temperature: Annotated[float, arg(metavar="T")] = 0.0
+    """0 decodes greedily."""
+    top_p: Annotated[float, arg(metavar="P")] = 1.0
+    """Samples from the likeliest tokens that together have this share."""
+    top_k: Annotated[int, arg(metavar="K", help_behavior_hint="(default: all)")] = 0
+    """Samples from the K likeliest tokens."""
+    seed: Annotated[int, arg(metavar="S")] = 0
+    """The same prompt and seed draw the same random numbers in any batch."""
+    samples: Annotated[int, arg(metavar="N")] = 1
+    """Completions of each prompt, with seeds S, S + 1, ...; the prompt is run once."""
+    draft_tokens: Annotated[int | None, arg(metavar="K", help_behavior_hint="(default: the trained block)")] = None
+    """Drafts offered in a round; 0 decodes plainly. Greedy tokens are the same whatever it is."""
+    greedy_drafts: bool = False
+    """Let the drafter propose its likeliest tokens instead of drawing them: the same distribution, fewer accepted."""
+    logprobs: bool = False
+    """Record log-probabilities of the new tokens (JSON)."""
+    thinking: Annotated[chat.Thinking, arg(help_behavior_hint="(default: high)")] = "high"
+    """How long the model reasons before it answers messages."""
+
+    def request(self) -> Request:
+        """These settings without a prompt."""
+        return Request(
+            prompt=(),
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            seed=self.seed,
+            draft_tokens=self.draft_tokens,
+            greedy_drafts=self.greedy_drafts,
+        )

@@ -1,0 +1,166 @@
+"""A file of prompts, read and checked line by line before anything is loaded."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dspark_jax import chat
+from dspark_jax.decoding.request import SEEDS, Request, check_request
+from dspark_jax.errors import DsparkError, RequestError
+from dspark_jax.jobs.text import Text
+from dspark_jax.model.model import Model
+
+SETTINGS = tuple(field.name for field in fields(Request) if field.name != "prompt")
+PROMPTS = ("prompt", "prompt_ids", "messages")
+FIELDS = ("id", *PROMPTS, "tools", "thinking", "samples", *SETTINGS)
+
+Key = tuple[str | int, int]
+"""A line's id and the number of the sample."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One completion that a file asks for.
+
+    Attributes:
+        key: the line's id and the number of the sample.
+        request: checked.
+        thinking: that of a dialogue, None for a plain prompt.
+        numerics: of the model.
+    """
+
+    key: Key
+    request: Request
+    thinking: chat.Thinking | None
+    numerics: str
+
+    def settings(self) -> dict[str, Any]:
+        """What the completion depends on besides the model, as JSON values."""
+        prompt = np.array(self.request.prompt, np.int32).tobytes()
+        known = {name: getattr(self.request, name) for name in SETTINGS}
+        return known | {
+            "stop_ids": list(self.request.stop_ids or ()),
+            "thinking": self.thinking,
+            "numerics": self.numerics,
+            "prompt_tokens": len(self.request.prompt),
+            "prompt_sha256": hashlib.sha256(prompt).hexdigest()[:16],
+        }
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Makes jobs of what a person wrote.
+
+    A row is an object with one of `prompt` (text), `prompt_ids` or `messages` (with `tools` and `thinking` by option).
+    `samples` and the settings of `Request` may stand beside them and replace the reader's.
+
+    Attributes:
+        request: settings of rows that have none of their own; its prompt means nothing.
+        samples: completions of each row; sample s has the row's seed + s.
+        thinking: of dialogues.
+        text: of the checkpoint.
+        model: abstract or not; tells the vocabulary and the block.
+        numerics: the name of the model's, which is recorded.
+    """
+
+    request: Request
+    samples: int
+    thinking: chat.Thinking
+    text: Text
+    model: Model
+    numerics: str
+
+    def read(self, path: Path) -> tuple[list[Job], list[str]]:
+        """Everything that a file of JSON lines asks for; each has an `id`, empty ones are skipped.
+
+        Returns:
+            The jobs in the file's order, the samples of a line together; and the names of fields that mean nothing.
+
+        Raises:
+            RequestError: the file cannot be read, or a line of it cannot be; the message names it.
+        """
+        jobs: list[Job] = []
+        lines_of: dict[str | int, int] = {}
+        ignored: dict[str, None] = {}
+        for number, line in _lines(path):
+            where = f"{path} line {number}"
+            row = parse_object(line, where)
+            ignored |= dict.fromkeys(field for field in row if field not in FIELDS)
+            name = row.get("id")
+            if isinstance(name, bool) or not isinstance(name, str | int):
+                raise RequestError(f"{where}: id is {name!r}; expected a text or an integer that names the line.")
+            if name in lines_of:
+                raise RequestError(f"{where}: id {name!r} is that of line {lines_of[name]}; give each line its own.")
+            lines_of[name] = number
+            try:
+                jobs += self.jobs_of(name, row)
+            except DsparkError as error:
+                raise RequestError(f"{where}: {error}") from error
+        if not jobs:
+            raise RequestError(f'{path}: holds no prompt; expected JSON lines like {{"id": 1, "prompt": "Hello"}}.')
+        return jobs, list(ignored)
+
+    def jobs_of(self, name: str | int, row: dict[str, Any]) -> list[Job]:
+        """The samples of one row.
+
+        Raises:
+            RequestError: none of the three kinds of prompt, or more than one; or a value that cannot be.
+        """
+        given = [field for field in PROMPTS if field in row]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise RequestError(f"expected one of {', '.join(PROMPTS)}; found {found}.")
+        [kind] = given
+        thinking, samples = row.get("thinking", self.thinking), row.get("samples", self.samples)
+        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+            raise RequestError(f"samples is {samples!r}; expected an integer of at least 1.")
+        own = {setting: row[setting] for setting in SETTINGS if setting in row}
+        asked = replace(self.request, prompt=self._prompt(kind, row, thinking), **own)
+        request = check_request(asked, self.model, kind)
+        return [
+            Job(
+                (name, sample),
+                replace(request, seed=(request.seed + sample) % SEEDS),
+                thinking if kind == "messages" else None,
+                self.numerics,
+            )
+            for sample in range(samples)
+        ]
+
+    def _prompt(self, kind: str, row: dict[str, Any], thinking: chat.Thinking) -> Sequence[int]:
+        if kind == "messages":
+            return self.text.encode_messages(chat.messages_of(row, "the dialogue"), thinking)
+        if kind == "prompt_ids":
+            return row[kind]
+        if not isinstance(row[kind], str):
+            raise RequestError(f"prompt is {row[kind]!r}; expected text, or token ids as prompt_ids.")
+        return self.text.encode(row[kind])
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a file that are not empty, with their numbers."""
+    try:
+        whole = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path}: cannot be read ({error}); name a file of JSON lines.") from error
+    return ((number, line) for number, line in enumerate(whole.split("\n"), start=1) if line.strip())
+
+
+def parse_object(line: str, where: str) -> dict[str, Any]:
+    """A line's JSON object.
+
+    Raises:
+        RequestError: it is something else; the message begins with `where`.
+    """
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise RequestError(f"{where}: is no JSON ({error}).") from error
+    if not isinstance(row, dict):
+        raise RequestError(f"{where}: is {type(row).__name__}; expected an object.")
+    return row

@@ -1,0 +1,121 @@
+"""The output of a job: one line a completion, written whole when its sequence has finished.
+
+A killed job has lost the sequences that were running and nothing else. A completion depends on its own line, the
+settings, the batch size and the capacity, so a second start adds what the first would have written.
+"""
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dspark_jax.decoding.generate import Completion
+from dspark_jax.errors import RequestError
+from dspark_jax.jobs.prompts import Job, Key, parse_object
+from dspark_jax.jobs.text import Text
+
+
+def record_of(job: Job, completion: Completion, text: Text) -> dict[str, Any]:
+    """The output line of a finished job."""
+    name, sample = job.key
+    record: dict[str, Any] = {
+        "id": name,
+        "sample": sample,
+        "tokens": completion.tokens,
+        "text": text.decode(completion.tokens),
+        "finish_reason": completion.finish_reason,
+        "statistics": completion.statistics.to_dict(),
+        "settings": job.settings(),
+    }
+    if job.thinking is not None:
+        answer = text.answer(completion.tokens, job.thinking)
+        record["message"] = answer.to_message()
+        if completion.finish_reason == "stop":
+            record["finish_reason"] = answer.finish_reason
+    if completion.target_logprobs is not None:
+        record["target_logprobs"] = _finite(completion.target_logprobs)
+        record["drawn_logprobs"] = _finite(completion.drawn_logprobs or [])
+    return record
+
+
+class Results:
+    """The output file of a job, opened to go on: locked against a second writer, a torn last line cut off.
+
+    Attributes:
+        path: the file.
+        settings: of the completions that are there, by key.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens or creates the file.
+
+        Raises:
+            RequestError: another process writes it, or it holds lines that are none of this package's.
+        """
+        self.path = path
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            raise RequestError(f"{path}: cannot be opened ({error.strerror}); name another --out.") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._file)
+            raise RequestError(
+                f"{path}: is being written by another job; wait for it, or name another --out."
+            ) from error
+        whole = path.read_bytes()
+        whole = whole[: whole.rfind(b"\n") + 1]
+        os.ftruncate(self._file, len(whole))
+        self.settings: dict[Key, dict[str, Any]] = {}
+        for number, line in enumerate(whole.decode(errors="replace").splitlines(), start=1):
+            record = parse_object(line, f"{path} line {number}")
+            if not {"id", "sample", "settings"} <= record.keys():
+                raise RequestError(f"{path} line {number}: is no line of `dspark generate`; name another --out.")
+            self.settings[record["id"], record["sample"]] = record["settings"]
+
+    def __enter__(self) -> "Results":
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes the file, which unlocks it."""
+        os.close(self._file)
+
+    def missing(self, jobs: Sequence[Job]) -> list[Job]:
+        """The jobs that are not there yet.
+
+        Raises:
+            RequestError: the file holds completions that these jobs would not have written.
+        """
+        wanted = {job.key: job.settings() for job in jobs}
+        for key, settings in self.settings.items():
+            if key not in wanted:
+                raise RequestError(
+                    f"{self.path}: holds a completion of id {key[0]!r}, sample {key[1]}, which the prompts do not ask "
+                    "for; it belongs to another job: name another --out."
+                )
+            for name, value in wanted[key].items():
+                if settings.get(name) != value:
+                    raise RequestError(
+                        f"{self.path}: the completion of id {key[0]!r} has {name} {settings.get(name)!r} and this job "
+                        f"{value!r}; name another --out, or start with the old settings."
+                    )
+        return [job for job in jobs if job.key not in self.settings]
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Writes one line."""
+        line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        while line:
+            line = line[os.write(self._file, line) :]
+
+
+def _finite(values: Sequence[float]) -> list[float | None]:
+    """JSON has no not-a-number: null stands for it."""
+    return [value if math.isfinite(value) else None for value in values]

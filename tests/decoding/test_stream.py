@@ -1,0 +1,205 @@
+"""Many prompts through a few places, shared prefills, and the pure function: all say what `generate` says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from random_model import random_model
+from tiny_configs import CONFIGS
+
+import dspark_jax
+from dspark_jax import Completion, Generation, Model, Request, Sampling
+from dspark_jax.decoding import stream as streaming
+from dspark_jax.decoding.generate import start
+
+PLACES, CAPACITY = 3, 64
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return random_model(CONFIGS["two-streams"])
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    """Prompts, budgets, temperatures, stop ids and draft lengths of all sorts that fit in the smallest capacity."""
+    rng = np.random.default_rng(0)
+    mixed = [
+        Request(
+            rng.integers(0, 96, rng.integers(1, 30)).tolist(),
+            max_new_tokens=int(rng.integers(0, 35)),
+            temperature=[0.0, 1.0, 0.6][i % 3],
+            top_k=[0, 50][i % 2],
+            top_p=[1.0, 0.9][i // 2 % 2],
+            seed=i,
+            draft_tokens=[None, 3, 1, 0][i % 4],
+            greedy_drafts=i % 5 == 0,
+            stop_ids=[(), (3, 9, 50), range(60, 68)][i % 3],
+        )
+        for i in range(11)
+    ]
+    return mixed + [Request([5, 6, 7], max_new_tokens=20, temperature=1.0, seed=s, stop_ids=()) for s in range(5)]
+
+
+@pytest.fixture(scope="module")
+def streamed(model: Model, requests: list[Request]) -> dict[int, Completion]:
+    reports: list[dspark_jax.Progress] = []
+    finished = list(dspark_jax.stream(model, requests, PLACES, logprobs=True, progress=reports.append))
+    assert sorted(number for number, _ in finished) == list(range(len(requests)))
+    assert reports == sorted(reports) and len(reports) > 3
+    tokens = sum(len(completion.tokens) for _, completion in finished)
+    rounds = sum(completion.statistics.rounds for _, completion in finished)
+    assert reports[-1] == (len(requests), tokens, rounds)
+    return dict(finished)
+
+
+@pytest.fixture(scope="module")
+def generated(model: Model, requests: list[Request]) -> dspark_jax.Completions:
+    """All of them in one batch."""
+    return dspark_jax.generate(
+        model,
+        [request.prompt for request in requests],
+        max_new_tokens=[request.max_new_tokens for request in requests],
+        temperature=[request.temperature for request in requests],
+        top_k=[request.top_k for request in requests],
+        top_p=[request.top_p for request in requests],
+        seed=[request.seed for request in requests],
+        draft_tokens=[request.draft_tokens for request in requests],
+        greedy_drafts=[request.greedy_drafts for request in requests],
+        stop_ids=[list(request.stop_ids or ()) for request in requests],
+        logprobs=True,
+    )
+
+
+def test_a_prompt_and_its_seed_give_the_same_tokens_in_any_batch(
+    streamed: dict[int, Completion], generated: dspark_jax.Completions, requests: list[Request]
+) -> None:
+    assert generated.target_logprobs is not None and generated.drawn_logprobs is not None
+    for number, request in enumerate(requests):
+        ours = streamed[number]
+        assert ours.tokens == generated.tokens[number]
+        assert ours.finish_reason == generated.finish_reasons[number]
+        stopped = bool(ours.tokens) and ours.tokens[-1] in (request.stop_ids or ())
+        assert ours.finish_reason == ("stop" if stopped else "length")
+        assert stopped or len(ours.tokens) == request.max_new_tokens
+        assert len(ours.tokens) == ours.statistics.accepted_drafts + ours.statistics.bonus_tokens
+        np.testing.assert_allclose(ours.target_logprobs, generated.target_logprobs[number], atol=2e-5)
+        np.testing.assert_allclose(ours.drawn_logprobs, generated.drawn_logprobs[number], atol=5e-5)
+        if request.temperature == 0:
+            assert not any(ours.drawn_logprobs or ())
+    reasons = [completion.finish_reason for completion in streamed.values()]
+    assert {"stop", "length"} <= set(reasons)
+
+
+def test_places_are_refilled_without_compiling(model: Model, streamed: dict[int, Completion]) -> None:
+    programs = [streaming._empty, streaming._move, streaming._advance, start]
+    before = [program._cache_size() for program in programs]
+    again = [Request([i + 1, i + 2], max_new_tokens=1 + i, seed=i, stop_ids=(i,)) for i in range(10)]
+    done = dict(dspark_jax.stream(model, again, PLACES, logprobs=True))
+    assert [len(done[i].tokens) for i in range(10)] <= [1 + i for i in range(10)]
+    assert [program._cache_size() for program in programs] == before
+
+
+def test_a_row_has_the_same_bits_whoever_its_neighbours_are(
+    model: Model, requests: list[Request], streamed: dict[int, Completion]
+) -> None:
+    """One program: other neighbours, another place, another moment; log-probabilities equal to the bit."""
+    order = [14, 2, 9, 0, 7, 4, 12]
+    done = dict(dspark_jax.stream(model, [requests[i] for i in order], PLACES, logprobs=True))
+    for number, i in enumerate(order):
+        assert done[number] == streamed[i]
+
+
+def test_several_samples_share_a_prefill(
+    model: Model, requests: list[Request], streamed: dict[int, Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefills: list[int] = []
+
+    def counted(model: Model, setting: object, tokens: np.ndarray, *rest: object) -> object:
+        prefills.append(len(tokens))
+        return start(model, setting, tokens, *rest)
+
+    monkeypatch.setattr(streaming, "start", counted)
+    done = dict(dspark_jax.stream(model, requests[11:14], PLACES, logprobs=True))
+    assert prefills == [PLACES]
+    assert [done[i] for i in range(3)] == [streamed[11 + i] for i in range(3)]
+    assert len({tuple(done[i].tokens) for i in range(3)}) == 3
+
+
+def test_generate_takes_samples_and_refuses_what_does_not_fit(model: Model, streamed: dict[int, Completion]) -> None:
+    many = dspark_jax.generate(model, [[5, 6, 7]], 20, temperature=1.0, samples=5, stop_ids=())
+    assert many.tokens == [streamed[11 + s].tokens for s in range(5)]
+    for options, message in (
+        ({"temperature": [1.0]}, "temperature has 1 values for 2 prompts"),
+        ({"temperature": float("nan")}, "temperature is nan; expected a number of at least 0"),
+        ({"top_p": 1.1}, "top_p is 1.1; expected a number from 0 to 1"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"seed": 2**32}, "seed is 4294967296; expected an integer from 0 to 4294967295"),
+        ({"samples": 0}, "samples is 0"),
+        ({"greedy_drafts": 1}, "greedy_drafts is 1; expected true or false"),
+        ({"stop_ids": [[1], [2], [3]]}, "stop_ids has 3 values for 2 prompts"),
+    ):
+        with pytest.raises(dspark_jax.RequestError, match=message):
+            dspark_jax.generate(model, [[1], [2]], **options)
+    with pytest.raises(dspark_jax.RequestError, match="batch_size is 0"):
+        dspark_jax.stream(model, [Request([1])], batch_size=0)
+
+
+# The pure function ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def scored(model: Model) -> Generation:
+    """Inside a jit of one's own: two prompts, three samples each, and something computed of them."""
+    run = dspark_jax.generate_fn(model.config, CAPACITY, samples=3, logprobs=True)
+
+    @jax.jit
+    def step(model: Model, ids: jax.Array, lengths: jax.Array, key: jax.Array) -> tuple[Generation, jax.Array]:
+        sampling = Sampling.of(6, temperature=1.0, seed=jnp.arange(6) % 3, max_new_tokens=20)
+        out = run(model, ids, lengths, sampling, key)
+        return out, jnp.sum(jnp.where(out.is_new, out.logprobs.drawn, 0), axis=1)
+
+    ids, lengths = jnp.asarray([[5, 6, 7], [8, 0, 0]]), jnp.asarray([3, 1])
+    generation, totals = step(model, ids, lengths, jax.random.key(0))
+    np.testing.assert_allclose(totals, np.asarray(generation.logprobs.drawn).sum(axis=1), rtol=1e-5)
+    return generation
+
+
+def test_generate_fn_says_what_generate_says(scored: Generation, streamed: dict[int, Completion]) -> None:
+    assert scored.length.tolist() == [23] * 3 + [21] * 3
+    assert np.asarray(scored.is_new).sum(axis=1).tolist() == [20] * 6
+    for sample in range(3):
+        assert scored.tokens[sample, 3:23].tolist() == streamed[11 + sample].tokens
+        np.testing.assert_allclose(
+            scored.logprobs.target[sample, 3:23], streamed[11 + sample].target_logprobs, atol=2e-5
+        )
+    assert not np.asarray(scored.stopped).any() and np.asarray(scored.finite).all()
+
+
+def test_generate_fn_refuses_what_does_not_fit(model: Model) -> None:
+    run = dspark_jax.generate_fn(model.config, CAPACITY)
+    key, ids, lengths = jax.random.key(0), jnp.zeros((2, 8), jnp.int32), jnp.ones(2, jnp.int32)
+    other = dspark_jax.ModelConfig.tiny()
+    for call, message in (
+        (
+            lambda: run(model, ids, lengths, Sampling.of(3), key),
+            r"settings for \[3\] rows; expected 2: 2 prompts and 1",
+        ),
+        (lambda: run(model, ids, lengths[:1], Sampling.of(2), key), r"prompt_lengths \[1\]; expected"),
+        (lambda: run(model, jnp.zeros((2, 65), jnp.int32), lengths, Sampling.of(2), key), "the capacity is 64"),
+        (lambda: dspark_jax.generate_fn(other, 64)(model, ids, lengths, Sampling.of(2), key), "another config"),
+        (lambda: dspark_jax.generate_fn(model.config, 0), "capacity is 0"),
+    ):
+        with pytest.raises(dspark_jax.RequestError, match=message):
+            call()
+
+
+def test_a_row_ends_where_its_room_ends(model: Model) -> None:
+    """The last position of the capacity is used, and says what a larger capacity says."""
+    prompt = list(range(40, 80))
+    roomy = dspark_jax.generate(model, [prompt], max_new_tokens=60, stop_ids=())
+    tight = dspark_jax.generate_fn(model.config, CAPACITY)(
+        model, jnp.asarray([prompt]), jnp.asarray([40]), Sampling.of(1, max_new_tokens=60), jax.random.key(0)
+    )
+    assert int(tight.length[0]) == CAPACITY and not bool(tight.stopped[0])
+    assert tight.tokens[0, 40:].tolist() == roomy.tokens[0][: CAPACITY - 40]
