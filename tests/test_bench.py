@@ -1,6 +1,7 @@
 """`dspark bench`: what the figures mean and that they belong together; no test asks how fast anything is."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -187,8 +188,8 @@ class TestSparse:
         fewer = replace(config, n_routed_experts=config.n_routed_experts - 1)
         assert sparse.stored_bytes(fewer) < size <= sparse.stored_bytes(config)
 
-    @pytest.mark.parametrize("size", [1, 3 * 10**9, 10**12])
-    def test_what_cannot_be_cut_is_refused(self, size: int) -> None:
+    @pytest.mark.parametrize("size", [1, 3 * 10**9, 10**12, math.inf, math.nan])
+    def test_what_cannot_be_cut_is_refused(self, size: float) -> None:
         with pytest.raises(RequestError, match=r"cannot be cut out of Flash; expected 3\.87 to 166\.88 GB"):
             sparse.cut_flash(size)
 

@@ -60,7 +60,7 @@ FEWEST_LAYERS = 4  # one of every kind, and three that the drafter taps
 
 
 @contextmanager
-def sparse_checkpoint(size: int) -> Iterator[Path]:
+def sparse_checkpoint(size: float) -> Iterator[Path]:
     """A folder with a cut of Flash of at least `size` bytes; gone afterwards.
 
     Raises:
@@ -72,7 +72,7 @@ def sparse_checkpoint(size: int) -> Iterator[Path]:
         yield Path(directory)
 
 
-def cut_flash(size: int) -> ModelConfig:
+def cut_flash(size: float) -> ModelConfig:
     """Flash with as few layers, and of those as few experts, as make at least `size` bytes on disk.
 
     Raises:

@@ -34,7 +34,7 @@ def load(
     if (checkpoint is None) == (synthetic_gb is None):
         given = "neither is given" if checkpoint is None else "both are given"
         raise RequestError(f"{given}; give exactly one: --checkpoint DIR, or --synthetic-gb 4.")
-    source = nullcontext(checkpoint) if checkpoint else sparse_checkpoint(round((synthetic_gb or 0) * 1e9))
+    source = nullcontext(checkpoint) if checkpoint else sparse_checkpoint((synthetic_gb or 0) * 1e9)
     with source as directory, bytes_bar("reading, loading, reading") as progress:
         report = bench_load(directory, progress)
     if json:
