@@ -29,6 +29,7 @@ from dspark_jax.errors import (
 )
 from dspark_jax.model.model import Model
 from dspark_jax.model.numerics import Numerics
+from dspark_jax.sharding import make_mesh
 
 __all__ = [
     "CheckpointError",
@@ -53,6 +54,7 @@ __all__ = [
     "generate",
     "generate_fn",
     "load",
+    "make_mesh",
     "save",
     "stream",
 ]

@@ -1,30 +1,73 @@
-"""Sharding rules as data: which mesh axis carries which logical axis of a weight."""
+"""Sharding rules as data: which mesh axes split which logical axis; and how a batch and its model meet on a mesh.
+
+Three mesh axes have a meaning. "data" splits the sequences of a batch: each group of devices along it holds a whole
+model. "tensor" splits the large weights: heads, vocabulary, the shared expert's hidden axis, and the set of routed
+experts. "expert" splits the set of routed experts and nothing else. A mesh may lack any of them.
+"""
 
 import logging
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from dspark_jax.config import ModelConfig
 from dspark_jax.errors import RequestError
+from dspark_jax.model.model import Model
+from pallas_kernels.partition import Partition
 
-Axis = Literal["vocabulary", "heads", "expert"]
+Axis = Literal["batch", "vocabulary", "heads", "hidden", "expert"]
+MeshAxes = tuple[str, ...]
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class AxisRules:
-    """Mesh axis for each logical axis; None replicates."""
+    """Mesh axes for each logical axis, which is split over their product; () replicates.
 
-    vocabulary: str | None = "tensor"
-    heads: str | None = "tensor"
-    expert: str | None = "expert"
+    Where the product does not divide an axis, the first of its mesh axes that does splits it alone. Routed experts,
+    93 % of the bytes, are split over "tensor" too, so that they are divided whichever axis a mesh has.
+    """
+
+    batch: MeshAxes = ("data",)
+    vocabulary: MeshAxes = ("tensor",)
+    heads: MeshAxes = ("tensor",)
+    hidden: MeshAxes = ("tensor",)
+    expert: MeshAxes = ("expert", "tensor")
 
 
 RULES = AxisRules()
+
+
+def make_mesh(data: int = 1, expert: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh for `load`.
+
+    Args:
+        data: groups of devices, each with a whole model and its share of the sequences.
+        expert: ways to split the routed experts.
+        tensor: ways to split everything large, routed experts included (then over expert x tensor devices).
+        devices: None for all of them, of every process; the first data x expert x tensor are used.
+
+    Raises:
+        RequestError: a size below 1, or fewer devices than the product.
+    """
+    shape = {"data": data, "expert": expert, "tensor": tensor}
+    for name, size in shape.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise RequestError(f"{name} is {size!r}; expected an integer of at least 1.")
+    devices = jax.devices() if devices is None else devices
+    needed = math.prod(shape.values())
+    if needed > len(devices):
+        sizes = " x ".join(f"{name} {size}" for name, size in shape.items())
+        raise RequestError(f"a mesh of {sizes} needs {needed} devices; there are {len(devices)}.")
+    types = (AxisType.Auto,) * len(shape)
+    return jax.make_mesh(tuple(shape.values()), tuple(shape), types, devices=devices[:needed])
 
 
 def automatic(mesh: Mesh | None) -> Mesh | None:
@@ -40,29 +83,110 @@ def sharding_of(mesh: Mesh | AbstractMesh | None, axes: tuple[Axis | None, ...],
     """Where an array with these logical axes lives.
 
     Args:
-        mesh: None puts the array on the first device.
+        mesh: None puts the array on the first device of this process.
         axes: a logical axis or None for each dimension.
-        shape: global shape. An axis that the mesh does not have, or that does not divide its dimension, is replicated
-            (logged once).
+        shape: global shape. An axis that the mesh does not have is replicated; so is one that does not divide its
+            dimension (logged once).
     """
     if mesh is None:
-        return SingleDeviceSharding(jax.devices()[0])
-    spec = [_mesh_axis(mesh, axis, size) for axis, size in zip(axes, shape, strict=True)]
+        return SingleDeviceSharding(jax.local_devices()[0])
+    spec = [mesh_axes(mesh, axis, size) or None for axis, size in zip(axes, shape, strict=True)]
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def _mesh_axis(mesh: Mesh | AbstractMesh, axis: Axis | None, size: int) -> str | None:
-    name = getattr(RULES, axis) if axis else None
-    if name is None or name not in mesh.shape:
-        return None
-    if size % mesh.shape[name]:
-        _log_once(
-            f"axis {axis!r} of size {size} does not divide over mesh axis {name!r} of {mesh.shape[name]}: replicated"
-        )
-        return None
-    return name
+def mesh_axes(mesh: Mesh | AbstractMesh, axis: Axis | None, size: int) -> MeshAxes:
+    """The mesh axes that split a logical axis of this size; () for none."""
+    names = tuple(name for name in getattr(RULES, axis) if mesh.shape.get(name, 1) > 1) if axis else ()
+    choices = (names, *((name,) for name in names if len(names) > 1), ())
+    chosen = next(choice for choice in choices if size % _devices(mesh, choice) == 0)
+    if chosen != names:
+        outcome = f"split over {_sizes(mesh, chosen)} alone" if chosen else "replicated"
+        _log_once(f"axis {axis!r} of size {size} does not divide over {_sizes(mesh, names)}: {outcome}")
+    return chosen
+
+
+def _devices(mesh: Mesh | AbstractMesh, names: MeshAxes) -> int:
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def _sizes(mesh: Mesh | AbstractMesh, names: MeshAxes) -> str:
+    return "mesh axis " + " x ".join(f"{name!r} of {mesh.shape[name]}" for name in names)
 
 
 @cache
 def _log_once(message: str) -> None:
     _log.warning(message)
+
+
+# A batch on the mesh of its model ------------------------------------------------------------------------------------
+
+
+def partition_of(model: Model) -> Partition | None:
+    """How operations on this model are split: over the mesh on which `load` put it; None for one device.
+
+    It asks an array where it lies, so call it outside `jax.jit`; inside, there is `partition_on`.
+    """
+    sharding = model.vocabulary.embed.get_value().sharding
+    if not isinstance(sharding, NamedSharding):
+        return None
+    assert isinstance(sharding.mesh, Mesh)
+    return partition_on(sharding.mesh, model.config)
+
+
+def partition_on(mesh: Mesh, config: ModelConfig) -> Partition:
+    """How operations on a model of this config are split that `load` puts on this mesh."""
+    rows = tuple(name for name in RULES.batch if name in mesh.shape)
+    return Partition(mesh, rows, mesh_axes(mesh, "expert", config.n_routed_experts))
+
+
+def row_sharding(partition: Partition, batch: int) -> NamedSharding:
+    """Where a value with a leading axis of sequences lives; replicated (logged once) if they do not divide."""
+    return NamedSharding(partition.mesh, PartitionSpec(mesh_axes(partition.mesh, "batch", batch) or None))
+
+
+def constrain_rows[Tree](tree: Tree, partition: Partition | None) -> Tree:
+    """Inside `jax.jit`: keeps every leaf, each with a leading axis of sequences, split over the mesh by sequences.
+
+    Apply it to what a program makes or hands on (fresh caches, the carry of a loop), so that no choice of XLA's moves
+    them. Without a partition it changes nothing.
+    """
+    if partition is None:
+        return tree
+    return jax.tree.map(
+        lambda leaf: jax.lax.with_sharding_constraint(leaf, row_sharding(partition, leaf.shape[0])), tree
+    )
+
+
+def place_rows[Tree](tree: Tree, partition: Partition | None) -> Tree:
+    """Outside `jax.jit`: host values with a leading axis of sequences as arrays on the mesh, split by sequences.
+
+    Every process of a mesh passes the same values and keeps what its devices need. Without a partition it changes
+    nothing.
+    """
+    if partition is None:
+        return tree
+    return jax.tree.map(lambda leaf: _place(leaf, row_sharding(partition, len(leaf))), tree)
+
+
+def place_copies[Tree](tree: Tree, partition: Partition | None) -> Tree:
+    """Like `place_rows`, with a copy of each value on every device."""
+    if partition is None:
+        return tree
+    sharding = NamedSharding(partition.mesh, PartitionSpec())
+    return jax.tree.map(lambda leaf: _place(leaf, sharding), tree)
+
+
+def _place(values: jax.typing.ArrayLike, sharding: NamedSharding) -> jax.Array:
+    host = np.asarray(values)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def fetch[Tree](tree: Tree) -> Tree:
+    """Outside `jax.jit`: the leaves as numpy arrays, whole on every process, which all have to call this."""
+
+    def values(leaf: jax.Array) -> np.ndarray:
+        if not leaf.is_fully_addressable and isinstance(leaf.sharding, NamedSharding):
+            leaf = jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, PartitionSpec()))
+        return np.asarray(leaf)
+
+    return jax.tree.map(values, tree)

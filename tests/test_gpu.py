@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import GOLDEN
 from random_model import random_model
 from safetensors.numpy import load_file
+from tiny_configs import random_ids
 
 import dspark_jax
 from dspark_jax.config import ModelConfig
@@ -20,8 +22,10 @@ from dspark_jax.formats import e4m3, mxfp4
 from dspark_jax.model.indexer import top_entries
 from dspark_jax.model.model import Model
 from dspark_jax.model.numerics import PRESETS
+from dspark_jax.sharding import fetch
 from pallas_kernels.block_scaled import BlockScaled
 
+TINY_A = GOLDEN / "tiny-a"
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU, and JAX_PLATFORMS=cuda,cpu")
 
 
@@ -58,6 +62,21 @@ def test_every_draft_length_gives_the_same_tokens(golden: Path, numerics: str) -
         for k in range(model.block_size + 1)
     ]
     assert all(tokens == all_tokens[0] for tokens in all_tokens)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("axis", ["data", "expert", "tensor"])
+def test_two_gpus_give_the_logits_of_one(axis: str) -> None:
+    model = dspark_jax.load(TINY_A, mesh=dspark_jax.make_mesh(**{axis: 2}))
+    ids = random_ids(model.config, 2, 40, seed=0)
+    ours, expected = (
+        fetch(dspark_jax.forward(m, ids, internals=True, chunk=16)) for m in (model, dspark_jax.load(TINY_A))
+    )
+    difference = np.abs(ours.logits - expected.logits).max() / np.abs(expected.logits).max()
+    print(f"\n{axis}: logits differ by {difference:.1e} relative", end="")
+    assert difference <= 1e-5
+    for layer, other in zip(ours.seen.layers, expected.seen.layers, strict=True):
+        np.testing.assert_array_equal(layer.routing.picks, other.routing.picks)
 
 
 def test_equal_scores_go_to_the_lowest_entry() -> None:

@@ -61,8 +61,8 @@ _PLACES = (
 )
 _HYPER_CONNECTION = re.compile(r"(hc_attn|hc_ffn|hc_head)\.(fn|base|scale)$")
 
-# Which axis of which weight may be split, by the end of the module path (the official tensor-parallel split, and
-# experts).
+# Which axis of which weight may be split, by the end of the module path (the official tensor-parallel split, experts,
+# and the hidden axis of the shared expert).
 _AXES: tuple[tuple[str, tuple[Axis | None, ...]], ...] = (
     (r"vocabulary\.(embed|head)", ("vocabulary", None)),
     (r"markov_w[12]", ("vocabulary", None)),
@@ -70,6 +70,8 @@ _AXES: tuple[tuple[str, tuple[Axis | None, ...]], ...] = (
     (r"\.(wq_b|wo_a|weights_proj)", ("heads", None)),
     (r"attn\.wo_b", (None, "heads")),
     (r"\.experts\.w[123]", ("expert", None, None)),
+    (r"\.shared_experts\.w[13]", ("hidden", None)),
+    (r"\.shared_experts\.w2", (None, "hidden")),
 )
 
 _PLAIN_DTYPES = {jnp.dtype(jnp.bfloat16): "BF16", jnp.dtype(jnp.float32): "F32", jnp.dtype(jnp.int32): "I64"}

@@ -42,7 +42,7 @@ def load(
         directory: folder with `config.json`, `model.safetensors.index.json` and the shards. Only the shards that the
             parts need have to be there.
         numerics: a preset, "float32", "official" or "bfloat16", or a `Numerics`.
-        mesh: None for the first device. Its axes are taken as automatic: XLA partitions the computation.
+        mesh: such as `make_mesh` gives; None for the first device of this process. Its axes are taken as automatic.
         parts: "target", "drafter" or both. A checkpoint without a DSpark drafter gives a target alone.
         progress: told about the bytes read.
 

@@ -7,14 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.config import ModelConfig
 from dspark_jax.decoding.generation import PREFILL_CHUNK
 from dspark_jax.decoding.request import check_prompt
 from dspark_jax.decoding.state import bucket
 from dspark_jax.errors import RequestError
 from dspark_jax.model.cache import TargetCache, target_cache
 from dspark_jax.model.model import Model
+from dspark_jax.model.numerics import Numerics
 from dspark_jax.model.rows import Rows, Setting
 from dspark_jax.model.target import Seen, lm_logits, target_step
+from dspark_jax.sharding import constrain_rows, partition_of, place_copies, place_rows
+from pallas_kernels.partition import Partition
 
 
 @jax.tree_util.register_dataclass
@@ -59,17 +63,26 @@ def forward(model: Model, ids: jax.typing.ArrayLike, internals: bool = False, ch
     length = tokens.shape[1]
     capacity = bucket(length)
     width = min(chunk, capacity)
-    cache = target_cache(model.config, model.numerics, tokens.shape[0], capacity, width=1)
-    setting, steps = model.setting(capacity), []
+    partition = partition_of(model)
+    setting, steps = place_copies(model.setting(capacity, partition), partition), []
+    cache = empty_cache(model.config, model.numerics, len(tokens), capacity, partition)
     for first in range(0, length, width):
         piece = tokens[:, first : first + width]
         count = piece.shape[1]
         piece = np.pad(piece, [(0, 0), (0, width - count)])
         start, live = (jnp.full(len(piece), value, jnp.int32) for value in (first, count))
-        rows = Rows(jnp.asarray(piece), start, live)
+        rows = place_rows(Rows(jnp.asarray(piece), start, live), partition)
         step, cache = forward_step(model, setting, rows, cache, internals)
         steps.append(jax.tree.map(lambda values, count=count: values[:, :count], step))
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *steps)
+
+
+@partial(jax.jit, static_argnums=range(5))
+def empty_cache(
+    config: ModelConfig, numerics: Numerics, batch: int, capacity: int, partition: Partition | None
+) -> TargetCache:
+    """A cache for steps that are never rolled back, each device's share made in its place."""
+    return constrain_rows(target_cache(config, numerics, batch, capacity, width=1), partition)
 
 
 @partial(jax.jit, static_argnames="internals", donate_argnames="cache")
@@ -80,4 +93,5 @@ def forward_step(
     assert model.target is not None
     step = target_step(model.target, model.vocabulary, rows, cache, setting)
     logits = lm_logits(model.vocabulary, step.hidden)
-    return Forward(logits, step.taps, step.seen if internals else None), step.cache
+    step_cache = constrain_rows(step.cache, setting.partition)  # as it came, so that its buffers are used again
+    return Forward(logits, step.taps, step.seen if internals else None), step_cache

@@ -173,5 +173,4 @@ def _mix(shares: jax.Array, values: jax.Array) -> jax.Array:
 
 def _gather(entries: jax.Array, picks: jax.Array) -> jax.Array:
     """[B, N, D] and int32 [B, T, k] -> [B, T, k, D]; a missing pick reads entry 0 and is masked later."""
-    batch = jnp.arange(picks.shape[0])[:, None, None]
-    return entries[batch, jnp.maximum(picks, 0)]
+    return jax.vmap(lambda entries, picks: entries[picks])(entries, jnp.maximum(picks, 0))

@@ -88,8 +88,7 @@ class View:
         if self.chunk_start is not None:
             behind = positions - _expand(self.chunk_start, positions.ndim)
             slots = jnp.where(behind >= 0, self.ring_size + behind, slots)
-        batch = _expand(jnp.arange(positions.shape[0]), positions.ndim)
-        return self.values.at[batch, slots].get(mode="clip")
+        return jax.vmap(lambda values, slots: values.at[slots].get(mode="clip"))(self.values, slots)
 
 
 def write(cache: jax.Array, slots: jax.Array, values: jax.Array, keep: jax.Array) -> jax.Array:
@@ -103,12 +102,14 @@ def write(cache: jax.Array, slots: jax.Array, values: jax.Array, keep: jax.Array
         values: [B, T, ...].
         keep: bool [B, T].
     """
-    if keep.size == 1:  # XLA turns a scatter of one row into a select over the whole cache; a dropped row prevents it
+    if keep.shape[1] == 1:  # XLA turns a scatter of one row into a select over the cache; a dropped row prevents it
         slots, values, keep = (jnp.pad(x, [(0, 0), (0, 1)] + [(0, 0)] * (x.ndim - 2)) for x in (slots, values, keep))
     beyond = cache.shape[1] + jnp.arange(slots.shape[1], dtype=jnp.int32)
     slots = jnp.where(keep, slots, beyond)
-    batch = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
-    return cache.at[batch, slots].set(values, mode="drop", unique_indices=True)
+    # Mapped over sequences and not indexed by them, so that XLA sees that none reads or writes another device's.
+    return jax.vmap(lambda cache, slots, values: cache.at[slots].set(values, mode="drop", unique_indices=True))(
+        cache, slots, values
+    )
 
 
 def write_ring(ring: jax.Array, rows: Rows, values: jax.Array) -> jax.Array:

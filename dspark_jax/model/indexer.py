@@ -12,6 +12,7 @@ from dspark_jax.model.numerics import Numerics
 from dspark_jax.model.rope import angles_at, rotate
 from dspark_jax.model.rows import Rows, Setting
 from dspark_jax.model.weights import Indexer
+from pallas_kernels.partition import Partition, map_rows
 from pallas_kernels.precision import contract
 
 
@@ -37,11 +38,20 @@ def pick_entries(
     head_weights = numerics.round(project(x, weights.weights_proj)).astype(jnp.float32)
     head_weights = numerics.round(head_weights * (width * heads) ** -0.5)
     visible = visible_entries(rows, OVERLAP_RATIO)
-    return top_entries(query, head_weights, cache.entries, visible, config.index_topk, numerics), cache
+    picks = top_entries(
+        query, head_weights, cache.entries, visible, config.index_topk, numerics, partition=setting.partition
+    )
+    return picks, cache
 
 
 def top_entries(
-    query: jax.Array, head_weights: jax.Array, entries: jax.Array, visible: jax.Array, topk: int, numerics: Numerics
+    query: jax.Array,
+    head_weights: jax.Array,
+    entries: jax.Array,
+    visible: jax.Array,
+    topk: int,
+    numerics: Numerics,
+    partition: Partition | None = None,
 ) -> jax.Array:
     """The best entries by sum_h w_h relu(q_h . k), ties to the lowest number.
 
@@ -67,7 +77,7 @@ def top_entries(
         # Earlier entries come first and top_k is stable, so equal scores go to the lower number.
         scores = jnp.concatenate([best[0], scores], axis=-1)
         numbers = jnp.concatenate([best[1], jnp.broadcast_to(numbers, (*visible.shape, size))], axis=-1)
-        scores, order = jax.lax.top_k(scores, topk)
+        scores, order = map_rows(lambda scores: jax.lax.top_k(scores, topk), scores, partition)
         return (scores, jnp.take_along_axis(numbers, order, axis=-1)), None
 
     shape = (*visible.shape, topk)

@@ -11,6 +11,7 @@ from dspark_jax.model.numerics import Numerics
 from dspark_jax.model.rope import rope_tables
 from dspark_jax.model.rows import Setting
 from dspark_jax.model.weights import Drafter, Target, Vocabulary
+from pallas_kernels.partition import Partition
 
 Part = Literal["target", "drafter"]
 PARTS: tuple[Part, ...] = ("target", "drafter")
@@ -45,9 +46,9 @@ class Model:
         """Rows per sequence of every decoding step: the anchor and a whole block of drafts."""
         return self.config.step_width if self.drafter is not None else 1
 
-    def setting(self, capacity: int) -> Setting:
-        """What layers need to run positions below `capacity`."""
-        return Setting(self.config, self.numerics, rope_tables(self.config, capacity))
+    def setting(self, capacity: int, partition: Partition | None = None) -> Setting:
+        """What layers need to run positions below `capacity`; `partition` if the weights lie on a mesh."""
+        return Setting(self.config, self.numerics, rope_tables(self.config, capacity), partition)
 
 
 def abstract_model(config: ModelConfig, numerics: Numerics, parts: Sequence[Part] = PARTS) -> Model:

@@ -9,6 +9,7 @@ from dspark_jax.model.linear import linear, linear_input, project
 from dspark_jax.model.rows import Setting
 from dspark_jax.model.weights import Gate, MixtureOfExperts, SharedExpert
 from pallas_kernels.mxfp4_experts import Matrices, mxfp4_experts, swiglu
+from pallas_kernels.partition import map_rows
 
 
 @jax.tree_util.register_dataclass
@@ -35,18 +36,18 @@ def mixture_of_experts(
     """
     numerics, limit = setting.numerics, setting.config.swiglu_limit
     routing = route(weights.gate, x, ids, setting)
-    rows = x.reshape(-1, x.shape[-1])
     routed = mxfp4_experts(
-        linear_input(rows, numerics),
-        routing.picks.reshape(rows.shape[0], -1),
-        routing.weights.reshape(rows.shape[0], -1),
-        live.reshape(-1),
+        linear_input(x, numerics),
+        routing.picks,
+        routing.weights,
+        live,
         Matrices(*(matrix.get_value() for matrix in (weights.experts.w1, weights.experts.w3, weights.experts.w2))),
         limit,
         hidden_input=lambda hidden: linear_input(hidden, numerics),
+        partition=setting.partition,
     )
     shared = _shared_expert(weights.shared_experts, x, setting).astype(jnp.float32)
-    return numerics.round(routed.reshape(x.shape) + shared), routing
+    return numerics.round(routed + shared), routing
 
 
 def route(weights: Gate, x: jax.Array, ids: jax.Array, setting: Setting) -> Routing:
@@ -57,7 +58,8 @@ def route(weights: Gate, x: jax.Array, ids: jax.Array, setting: Setting) -> Rout
         picks = weights.tid2eid[...][ids]
     else:
         assert weights.bias is not None
-        picks = jax.lax.top_k(scores + weights.bias[...], config.num_experts_per_tok)[1]
+        biased = scores + weights.bias[...]
+        picks = map_rows(lambda scores: jax.lax.top_k(scores, config.num_experts_per_tok)[1], biased, setting.partition)
     picked = jnp.take_along_axis(scores, picks, axis=-1)
     share = picked / jnp.sum(picked, axis=-1, keepdims=True)
     return Routing(picks, share * config.routed_scaling_factor)

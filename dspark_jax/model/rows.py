@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from dspark_jax.config import ModelConfig
 from dspark_jax.model.numerics import Numerics
 from dspark_jax.model.rope import RopeTables
+from pallas_kernels.partition import Partition
 
 
 @jax.tree_util.register_dataclass
@@ -46,8 +47,16 @@ class Rows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Setting:
-    """What every layer needs besides its weights, rows and cache."""
+    """What every layer needs besides its weights, rows and cache.
+
+    Attributes:
+        config: what the checkpoint says it is.
+        numerics: how activations are rounded.
+        rope: tables for every position of the step.
+        partition: how operands lie on a mesh, for the operations; None on one device. Layers pass it on.
+    """
 
     config: ModelConfig = field(metadata={"static": True})
     numerics: Numerics = field(metadata={"static": True})
     rope: RopeTables
+    partition: Partition | None = field(default=None, metadata={"static": True})

@@ -34,7 +34,7 @@ def mxfp4_experts(
 
     Args:
         x: float32 or bfloat16 [N, d], as the gate and up matrices see it.
-        picks: int32 [N, k], distinct experts of each row.
+        picks: int32 [N, k], distinct experts of each row; E, which may repeat, is none.
         weights: float32 [N, k], multiplied into the hidden vector before the down matrix.
         live: bool [N]; a dead row wakes no expert and gets zeros.
         experts: all E of them.

@@ -191,6 +191,8 @@ SPLIT: tuple[tuple[str, int, str], ...] = (
     (r".*attn\.attn_sink", 0, "heads"),
     (r".*attn\.indexer\.weights_proj\.weight", 0, "heads"),
     (r".*ffn\.experts\.\d+\.w[123]\.(weight|scale)", 0, "expert"),
+    (r".*ffn\.shared_experts\.w[13]\.(weight|scale)", 0, "hidden"),
+    (r".*ffn\.shared_experts\.w2\.(weight|scale)", 1, "hidden"),
 )
 
 

@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import shutil
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from pathlib import Path
@@ -18,9 +18,11 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from test_layout import GOLDEN, stored
+from watched_reads import assert_only_own_slices_were_read, watched_reads
 
 import dspark_jax
 from dspark_jax import sharding as sharding_module
+from dspark_jax.checkpoint import load as load_module
 from dspark_jax.checkpoint.folder import CheckpointFolder
 from dspark_jax.checkpoint.layout import Entry, layout
 from dspark_jax.checkpoint.write import write_folder
@@ -475,18 +477,6 @@ def mesh() -> Mesh:
     return mesh_of(data=2, expert=2, tensor=2)
 
 
-class Watched:
-    """A tensor that can only be sliced, and keeps account of the slices."""
-
-    def __init__(self, values: np.ndarray, taken: list[tuple[int, ...]]) -> None:
-        self.values, self.taken = values, taken
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        part = self.values[index]
-        self.taken.append(part.shape)
-        return part
-
-
 class TestMesh:
     @pytest.fixture
     def warnings(self, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
@@ -504,14 +494,20 @@ class TestMesh:
 
     def test_every_device_holds_its_experts_and_no_others(self, mesh: Mesh, tiny_a: Model) -> None:
         model = dspark_jax.load(TINY_A, mesh=mesh)
-        halves = {device: half for half in range(2) for device in mesh.devices[:, half].flat}
+        parts = {device: part for group in mesh.devices.reshape(2, 4) for part, device in enumerate(group)}
         stacks = [(e, leaf) for e, leaf in zip(layout(model), jax.tree.leaves(model), strict=True) if e.stacked]
         assert len(stacks) == 7 * 3 * 2
         for entry, leaf in stacks:
-            assert leaf.sharding.spec == P("expert", None, None)
+            assert leaf.sharding.spec == P(("expert", "tensor"), None, None)
             for shard in leaf.addressable_shards:
-                first = 4 * halves[shard.device]
-                assert shard.data.shape == (4, *entry.shape) and shard.index[0] == slice(first, first + 4)
+                first = 2 * parts[shard.device]
+                assert shard.data.shape == (2, *entry.shape) and shard.index[0] == slice(first, first + 2)
+
+    @pytest.mark.parametrize("axis", ["expert", "tensor"])
+    def test_either_axis_alone_divides_the_experts(self, axis: str) -> None:
+        model = dspark_jax.load(TINY_A, mesh=mesh_of(**{axis: 4}), parts=("target",))
+        stack = model.target.layers[0].ffn.experts.w2.get_value().scales
+        assert stack.sharding.spec == P(axis, None, None)
 
     @pytest.mark.parametrize(
         ("place", "spec"),
@@ -526,7 +522,10 @@ class TestMesh:
             (lambda m: m.target.layers[1].attn.indexer.weights_proj, P("tensor", None)),
             (lambda m: m.target.layers[1].attn.wkv.get_value().payload, P(None, None)),
             (lambda m: m.target.layers[1].attn.compressor.wkv, P(None, None)),
-            (lambda m: m.target.layers[1].ffn.shared_experts.w1.get_value().payload, P(None, None)),
+            (lambda m: m.target.layers[1].ffn.shared_experts.w1.get_value().payload, P("tensor", None)),
+            (lambda m: m.target.layers[1].ffn.shared_experts.w3.get_value().payload, P("tensor", None)),
+            (lambda m: m.target.layers[1].ffn.shared_experts.w2.get_value().payload, P(None, "tensor")),
+            (lambda m: m.drafter.main_proj.get_value().payload, P(None, None)),
             (lambda m: m.target.layers[1].hc_attn.fn, P(None, None)),
         ],
     )
@@ -534,22 +533,28 @@ class TestMesh:
         leaf = jax.tree.leaves(place(dspark_jax.load(TINY_A, mesh=mesh)))[0]
         assert leaf.sharding.spec == spec
 
-    def test_callbacks_read_only_their_slices(self, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-        taken: dict[str, list[tuple[int, ...]]] = defaultdict(list)
-        read = CheckpointFolder.read
-        monkeypatch.setattr(CheckpointFolder, "read", lambda folder, name: Watched(read(folder, name), taken[name]))
-        model = dspark_jax.load(TINY_A, mesh=mesh)
-        split = 0
-        for entry, leaf in zip(layout(model), jax.tree.leaves(model), strict=True):
-            piece = leaf.addressable_shards[0].data.shape
-            copies = 8 * np.prod(piece) // leaf.size  # devices that hold the same piece
-            pieces = 1 if entry.stacked else leaf.size // np.prod(piece)
-            expected = piece[1:] if entry.stacked else piece
-            for name in entry.names:
-                assert set(taken[name]) == {expected}, name
-                assert pieces <= len(taken[name]) <= copies * pieces, name
-            split += len(entry.names) * (piece != leaf.shape)
-        assert split > 300  # of 581 tensors, most of them experts
+    @pytest.mark.parametrize("shape", [dict(data=2, expert=2, tensor=2), dict(tensor=2), dict(expert=3)], ids=str)
+    def test_callbacks_read_only_their_slices(self, shape: dict[str, int]) -> None:
+        with watched_reads() as reads:
+            model = dspark_jax.load(TINY_A, mesh=mesh_of(**shape))
+        assert_only_own_slices_were_read(model, reads)
+        split = [leaf for leaf in jax.tree.leaves(model) if not leaf.sharding.is_fully_replicated]
+        assert bool(split) == ("tensor" in shape)
+        for leaf in split:  # and no device gets more than its part
+            assert leaf.size > max(shard.data.size for shard in leaf.addressable_shards)
+
+    def test_a_reader_of_more_is_seen(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A planted fault: whole tensors are read and then cut."""
+        read_tensor = load_module._read_tensor
+
+        def greedy(entry: Entry, name: str, index: tuple[slice, ...], *rest: Any) -> np.ndarray:
+            return read_tensor(entry, name, (slice(None),) * len(index), *rest)[index]
+
+        monkeypatch.setattr(load_module, "_read_tensor", greedy)
+        with watched_reads() as reads:
+            model = dspark_jax.load(TINY_A, mesh=mesh_of(tensor=2))
+        with pytest.raises(AssertionError):
+            assert_only_own_slices_were_read(model, reads)
 
     def test_an_axis_that_does_not_divide_is_replicated_and_logged_once(
         self, tiny_a: Model, warnings: Callable[[], list[str]]
