@@ -37,6 +37,7 @@ BOUND = 10**9  # bytes of host memory that loading may take beside the arrays
 LOAD_FIELDS = {
     "checkpoint": str,
     "device": str,
+    "devices": int,
     "file_bytes": int,
     "first_read_seconds": float,
     "load_seconds": float,
@@ -119,7 +120,7 @@ class TestLoad:
 
     @pytest.mark.parametrize("told", [5_250_000_000, None])
     def test_table(self, told: int | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        report = LoadReport("cpu", 4 * 10**9, 8.0, 4.0, 2.0, 4 * 10**9, 4 * 10**9, 10**9, told)
+        report = LoadReport("cpu", 1, 4 * 10**9, 8.0, 4.0, 2.0, 4 * 10**9, 4 * 10**9, 10**9, told)
         monkeypatch.setattr(bench_command, "bench_load", lambda *_: report)
         assert main(["bench", "load", "--checkpoint", str(TINY_A)]) == 0
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -129,8 +130,17 @@ class TestLoad:
         memory = "beside the arrays in it 1.25 GB" if told else "host memory not told by this system"
         assert memory.split() in lines
 
+    def test_on_a_mesh(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """Four CPUs split the experts, and share one buffer of everything else."""
+        options = ["--expert", "4", "--checkpoint", str(TINY_A), "--json"]
+        assert main(["bench", "load", *options]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["devices"] == 4
+        assert told["array_bytes"] == sum(leaf.nbytes for leaf in jax.tree.leaves(load(TINY_A)))
+        assert told["host_array_bytes"] == told["array_bytes"]
+
     def test_on_a_gpu_no_array_is_in_host_memory(self) -> None:
-        report = LoadReport("gpu", 10, 1.0, 1.0, 1.0, array_bytes=10, host_array_bytes=0, largest_array_bytes=5,
+        report = LoadReport("gpu", 1, 10, 1.0, 1.0, 1.0, 10, host_array_bytes=0, largest_array_bytes=5,
                             peak_anonymous_bytes=7)  # fmt: skip
         assert report.overhead_bytes == 7
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from dspark_jax.bench.memory import anonymous_peak
 from dspark_jax.checkpoint.folder import CheckpointFolder
@@ -26,19 +27,21 @@ class LoadReport:
     the page cache: all of a checkpoint that fits into memory, next to nothing of one that does not.
 
     Attributes:
-        device: kind of the device that the arrays are on.
+        device: kind of the devices that the arrays are on.
+        devices: how many they are.
         file_bytes: of the shards.
         first_read_seconds: of the first read, which met the page cache as it was.
         load_seconds: of the loading, configuration and headers included.
         read_seconds: of the second read.
-        array_bytes: of all arrays.
-        host_array_bytes: of those on the CPU, and so in host memory.
+        array_bytes: of all arrays, what is replicated counted once.
+        host_array_bytes: of all that devices hold of them in host memory, being CPUs.
         largest_array_bytes: of the largest array.
         peak_anonymous_bytes: the most anonymous host memory while loading, above what there was before; None where the
             system does not tell.
     """
 
     device: str
+    devices: int
     file_bytes: int
     first_read_seconds: float
     load_seconds: float
@@ -78,12 +81,13 @@ class LoadReport:
         }
 
 
-def bench_load(directory: Path, progress: Progress) -> LoadReport:
-    """Loads a checkpoint onto the first device and measures.
+def bench_load(directory: Path, progress: Progress, mesh: Mesh | None = None) -> LoadReport:
+    """Loads a checkpoint and measures.
 
     Args:
         directory: folder with `config.json`, the index and all shards.
         progress: told about the bytes passed over, in three passes.
+        mesh: see `load`.
 
     Raises:
         ConfigError: see `load`.
@@ -91,27 +95,36 @@ def bench_load(directory: Path, progress: Progress) -> LoadReport:
     """
     folder = CheckpointFolder.open(directory)
     files = sorted({folder.file_of(name) for name in folder.names})
-    device = jax.devices()[0]  # starts the device before the clock
+    jax.devices()  # are started before the clock is
 
     first_read_seconds = read_files(files, progress)
     gc.collect()  # JAX holds on to host buffers of earlier arrays until then
     with anonymous_peak() as peak:
         began = time.perf_counter()
-        model = load(directory, progress=progress)
+        model = load(directory, mesh=mesh, progress=progress)
         load_seconds = time.perf_counter() - began
-    sizes = [leaf.nbytes for leaf in jax.tree.leaves(model)]
-    del model
+    leaves = jax.tree.leaves(model)
+    sizes, host_array_bytes = [leaf.nbytes for leaf in leaves], _host_bytes(leaves)
+    devices = leaves[0].sharding.device_set
+    del model, leaves
     return LoadReport(
-        device=device.device_kind,
+        device=next(iter(devices)).device_kind,
+        devices=len(devices),
         file_bytes=sum(file.stat().st_size for file in files),
         first_read_seconds=first_read_seconds,
         load_seconds=load_seconds,
         read_seconds=read_files(files, progress),
         array_bytes=sum(sizes),
-        host_array_bytes=sum(sizes) if device.platform == "cpu" else 0,
+        host_array_bytes=host_array_bytes,
         largest_array_bytes=max(sizes),
         peak_anonymous_bytes=peak.bytes,
     )
+
+
+def _host_bytes(arrays: Sequence[jax.Array]) -> int:
+    """Bytes of the buffers that are in host memory; CPU devices share those of what is replicated on them."""
+    pieces = [shard.data for array in arrays for shard in array.addressable_shards if shard.device.platform == "cpu"]
+    return sum({piece.unsafe_buffer_pointer(): piece.nbytes for piece in pieces}.values())
 
 
 def read_files(files: Sequence[Path], progress: Progress) -> float:

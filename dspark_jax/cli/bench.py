@@ -16,12 +16,16 @@ from dspark_jax.checkpoint.load import load as load_checkpoint
 from dspark_jax.cli.options import Loading
 from dspark_jax.cli.terminal import RESULT, bytes_bar, print_json, steps_bar
 from dspark_jax.errors import RequestError
+from dspark_jax.sharding import make_mesh
 
 
 def load(
     *,
     checkpoint: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(or --synthetic-gb)")] = None,
     synthetic_gb: Annotated[float | None, arg(metavar="GB", help_behavior_hint="(or --checkpoint)")] = None,
+    data: Annotated[int, arg(metavar="N")] = 1,
+    expert: Annotated[int, arg(metavar="N")] = 1,
+    tensor: Annotated[int, arg(metavar="N")] = 1,
     json: bool = False,
 ) -> int:
     """Load a checkpoint between two plain reads of its files; tell speed and host memory.
@@ -29,14 +33,18 @@ def load(
     Args:
         checkpoint: Folder with config.json, the index and the shards.
         synthetic_gb: Instead, a temporary cut of DeepSeek-V4-Flash of this size, zeros that take no room on the disk.
+        data: Groups of devices, each with a whole model.
+        expert: Ways to split the routed experts over devices.
+        tensor: Ways to split everything large over devices.
         json: Print one JSON object.
     """
     if (checkpoint is None) == (synthetic_gb is None):
         given = "neither is given" if checkpoint is None else "both are given"
         raise RequestError(f"{given}; give exactly one: --checkpoint DIR, or --synthetic-gb 4.")
+    mesh = make_mesh(data, expert, tensor) if (data, expert, tensor) != (1, 1, 1) else None
     source = nullcontext(checkpoint) if checkpoint else sparse_checkpoint((synthetic_gb or 0) * 1e9)
     with source as directory, bytes_bar("reading, loading, reading") as progress:
-        report = bench_load(directory, progress)
+        report = bench_load(directory, progress, mesh)
     if json:
         print_json({"checkpoint": str(checkpoint) if checkpoint else None} | report.to_dict())
     else:
@@ -59,7 +67,9 @@ def print_load(report: LoadReport) -> None:
     facts.add_column(style="dim")
     facts.add_row("files", decimal(report.file_bytes))
     facts.add_row(
-        "arrays", f"{decimal(report.array_bytes)} on {report.device}, the largest {decimal(report.largest_array_bytes)}"
+        "arrays",
+        f"{decimal(report.array_bytes)} on {report.devices} x {report.device}, "
+        f"the largest {decimal(report.largest_array_bytes)}",
     )
     if report.peak_anonymous_bytes is None or report.overhead_bytes is None:
         facts.add_row("host memory", "not told by this system")
