@@ -29,7 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("model",),
     ("checkpoint", "sharding", "chat"),
     ("decoding",),
-    ("training", "evaluation", "crosscheck", "jobs"),
+    ("training", "evaluation", "crosscheck", "jobs", "bench"),
     ("__init__",),
     ("cli",),
 )

@@ -4,6 +4,7 @@ Module attributes carry the checkpoint's names, so the table is a walk of the ab
 what a module cannot know is written here: the dtype on disk, and which axes may be sharded.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dspark_jax.checkpoint.safetensors import DTYPES
 from dspark_jax.config import ModelConfig
 from dspark_jax.model.model import Model
 from dspark_jax.sharding import Axis
@@ -40,6 +42,11 @@ class Entry:
     def stacked(self) -> bool:
         """Whether the leaf has a leading axis of experts that the tensors lack."""
         return len(self.leaf.shape) > len(self.shape)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all its tensors on disk."""
+        return len(self.names) * math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 # Module path -> official name; {last} is the last stage. The first rule that matches the front of a path is applied.

@@ -1,5 +1,6 @@
 """From official files to arrays: checked against the layout before a byte is read, then streamed leaf by leaf."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from dspark_jax.sharding import automatic, sharding_of
 
 LEGACY_MTP = ("enorm", "hnorm", "e_proj", "h_proj")  # modules of the one-layer predictor that preceded DSpark
 NAN_CODES = {"F8_E8M0": (0xFF,), "F8_E4M3": (0x7F, 0xFF)}
+ALIGNMENT = 64  # bytes, XLA's for buffers of a CPU
+PIECE = 1 << 18  # values that stay in a core's cache while they are looked through
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and the bytes in all."""
@@ -129,23 +132,40 @@ def fill(
 
 
 def read_leaf(entry: Entry, folder: CheckpointFolder, mesh: Mesh | None, config: ModelConfig) -> jax.Array:
-    """Reads one leaf, each device's slice by itself."""
+    """Reads one leaf, each device's slice by itself, and each into one buffer."""
 
     def read_slice(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        if not entry.stacked:
-            return _read_tensor(entry, entry.names[0], index, folder, config)
-        experts, rest = entry.names[index[0]], index[1:]
-        return np.stack([_read_tensor(entry, name, rest, folder, config) for name in experts])
+        shape = [len(range(*part.indices(size))) for part, size in zip(index, entry.leaf.shape, strict=True)]
+        values = _empty(shape, entry.leaf.dtype)
+        if entry.stacked:
+            for name, expert in zip(entry.names[index[0]], values, strict=True):
+                _read_tensor(entry, name, index[1:], expert, folder, config)
+        else:
+            _read_tensor(entry, entry.names[0], index, values, folder, config)
+        return values
 
     sharding = sharding_of(mesh, entry.axes, entry.leaf.shape)
     return jax.make_array_from_callback(entry.leaf.shape, sharding, read_slice, dtype=entry.leaf.dtype)
 
 
+def _empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised array on a boundary from which JAX, on a CPU, takes it over; from others it copies."""
+    size = math.prod(shape) * dtype.itemsize
+    buffer = np.empty(size + ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT
+    return buffer[start : start + size].view(dtype).reshape(shape)
+
+
 def _read_tensor(
-    entry: Entry, name: str, index: tuple[slice, ...], folder: CheckpointFolder, config: ModelConfig
-) -> np.ndarray:
-    """A copy of a slice of a tensor, as it lies in memory: quantised values as bytes, integers as int32."""
+    entry: Entry,
+    name: str,
+    index: tuple[slice, ...],
+    out: np.ndarray,
+    folder: CheckpointFolder,
+    config: ModelConfig,
+) -> None:
+    """Copies a slice of a tensor as it lies in memory: quantised values as bytes, integers as int32."""
     values = folder.read(name)[index]
     if entry.dtype == "I64":
         if values.size and not 0 <= values.min() <= values.max() < config.n_routed_experts:
@@ -153,13 +173,19 @@ def _read_tensor(
                 f"{folder.file_of(name)}: tensor {name} names experts {values.min()} to {values.max()}; "
                 f"expected 0 to {config.n_routed_experts - 1}."
             )
-        return values.astype(np.int32)
-    if entry.leaf.dtype != np.uint8:
-        return np.array(values)
-    codes = np.array(values.view(np.uint8))
-    if any((codes == nan).any() for nan in NAN_CODES.get(entry.dtype, ())):
+        out[...] = values
+        return
+    bits = f"u{out.itemsize}"  # numpy copies its own types several times faster than those of ml_dtypes
+    out.view(bits)[...] = values.view(bits)
+    if _holds(out, NAN_CODES.get(entry.dtype, ())):
         raise CheckpointError(
             f"{folder.file_of(name)}: tensor {name} ({entry.dtype}) holds NaN; expected finite values. "
             "The file is damaged: fetch it again."
         )
-    return codes
+
+
+def _holds(values: np.ndarray, codes: Sequence[int]) -> bool:
+    """Whether one of the codes is among contiguous values; in pieces, since a mask is as large as what it masks."""
+    flat = values.reshape(-1)
+    pieces = (flat[first : first + PIECE] for first in range(0, flat.size if codes else 0, PIECE))
+    return any((piece == code).any() for piece in pieces for code in codes)

@@ -28,8 +28,8 @@ def _shards(model: Model) -> Iterator[dict[str, np.ndarray]]:
     """Groups of tensors as the official release shards them; one group is in host memory at a time."""
     groups: dict[str, list[tuple[Entry, jax.Array]]] = {}
     for entry, leaf in zip(layout(model), jax.tree.leaves(model), strict=True):
-        groups.setdefault(_shard_key(entry.names[0]), []).append((entry, leaf))
-    for key in sorted(groups, key=_shard_order):
+        groups.setdefault(shard_key(entry.names[0]), []).append((entry, leaf))
+    for key in sorted(groups, key=shard_order):
         yield {name: tensor for entry, leaf in groups[key] for name, tensor in _tensors(entry, leaf)}
 
 
@@ -41,13 +41,15 @@ def _tensors(entry: Entry, leaf: jax.Array) -> Iterator[tuple[str, np.ndarray]]:
         yield name, value.view(dtype) if values.dtype == np.uint8 else value.astype(dtype)
 
 
-def _shard_key(name: str) -> str:
+def shard_key(name: str) -> str:
+    """The shard of a tensor in the official release: one for each layer and stage, and two for the rest."""
     head, *rest = name.split(".")
     if head in ("layers", "mtp"):
         return f"{head}.{rest[0]}"
     return "embed" if head == "embed" else "head"
 
 
-def _shard_order(key: str) -> tuple[int, int]:
+def shard_order(key: str) -> tuple[int, int]:
+    """Sorts shards as the official release numbers them."""
     group, _, number = key.partition(".")
     return ["embed", "layers", "head", "mtp"].index(group), int(number or 0)

@@ -50,6 +50,16 @@ def write_folder(directory: str | Path, config: dict[str, Any], shards: Iterable
         shutil.rmtree(work, ignore_errors=True)
 
 
+def shard_name(number: int, count: int) -> str:
+    """The file name of a shard, counted from 1."""
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def index(weight_map: Mapping[str, str], size: int) -> dict[str, Any]:
+    """Contents of the index: tensor name -> file name, and the bytes of all tensors."""
+    return {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+
+
 def _refuse_occupied(target: Path) -> None:
     with _refusals_explained(target):
         occupied = os.path.lexists(target) and (not target.is_dir() or os.path.ismount(target) or any(target.iterdir()))
@@ -61,13 +71,12 @@ def _refuse_occupied(target: Path) -> None:
 
 def _write_contents(work: Path, config: dict[str, Any], shards: Iterable[Mapping[str, np.ndarray]]) -> None:
     """Fills the hidden folder; the configuration comes first, so that one that is not JSON fails before any weights."""
-    _write_json(work / CONFIG_FILE, config)
+    write_json(work / CONFIG_FILE, config)
     shard_of, sizes = _write_shards(work, shards)
     if not sizes:
         raise CheckpointError("expected at least one shard of tensors to write, found none.")
-    names = {number: f"model-{number:05d}-of-{len(sizes):05d}.safetensors" for number in range(1, len(sizes) + 1)}
-    weight_map = {tensor: names[number] for tensor, number in sorted(shard_of.items())}
-    _write_json(work / INDEX_FILE, {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map})
+    names = {number: shard_name(number, len(sizes)) for number in range(1, len(sizes) + 1)}
+    write_json(work / INDEX_FILE, index({tensor: names[number] for tensor, number in shard_of.items()}, sum(sizes)))
     with _refusals_explained(work):
         for number, name in names.items():
             _unnumbered(work, number).rename(work / name)
@@ -119,7 +128,12 @@ def _storable(shard: Mapping[str, np.ndarray], number: int, shard_of: Mapping[st
     return tensors
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes a JSON file.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
     text = json.dumps(value, indent=2) + "\n"
     with _refusals_explained(path):
         path.write_text(text, encoding="utf-8")

@@ -13,7 +13,7 @@ import jax
 import tyro
 from tyro.extras import SubcommandApp
 
-from dspark_jax.cli import crosscheck, generate, inspect
+from dspark_jax.cli import bench, crosscheck, generate, inspect
 from dspark_jax.cli.terminal import one_line_warnings, print_error
 from dspark_jax.errors import DsparkError
 
@@ -27,9 +27,12 @@ Examples:
   dspark generate --prompt-ids 1,2,3 --checkpoint tests/golden/tiny-a --json
   dspark inspect --checkpoint DeepSeek-V4-Flash-0731
   dspark crosscheck compare --checkpoint tests/golden/tiny-a --record tests/golden/tiny-a/expected.safetensors
+  dspark bench load --synthetic-gb 4
   dspark generate --help"""
 
 CROSSCHECK_DESCRIPTION = "Check this package's numbers against PyTorch's: `crosscheck compare`."
+
+BENCH_DESCRIPTION = "Measure this machine: `bench load`, `bench generate`."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,9 +79,12 @@ def short_reason(error: BaseException) -> str:
 
 
 def _app() -> SubcommandApp:
-    app, crosschecks = SubcommandApp(), SubcommandApp()
+    app, crosschecks, benches = SubcommandApp(), SubcommandApp(), SubcommandApp()
     app.command(generate.generate)
     app.command(inspect.inspect)
     crosschecks.command(crosscheck.compare)
     app.command(crosschecks, name="crosscheck", help=CROSSCHECK_DESCRIPTION)
+    benches.command(bench.load)
+    benches.command(bench.generate)
+    app.command(benches, name="bench", help=BENCH_DESCRIPTION)
     return app

@@ -17,7 +17,6 @@ from jax.sharding import AbstractMesh
 from dspark_jax.checkpoint.folder import CheckpointFolder
 from dspark_jax.checkpoint.layout import Entry, layout
 from dspark_jax.checkpoint.load import account
-from dspark_jax.checkpoint.safetensors import DTYPES
 from dspark_jax.config import ModelConfig
 from dspark_jax.decoding.state import bucket
 from dspark_jax.errors import CheckpointError
@@ -190,7 +189,7 @@ def _group(entries: Iterable[Entry]) -> Group:
     tensors, size = Counter[str](), Counter[str]()
     for entry in entries:
         tensors[entry.dtype] += len(entry.names)
-        size[entry.dtype] += len(entry.names) * math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+        size[entry.dtype] += entry.stored_bytes
     return Group(
         tensors.total(), size.total(), {dtype: Amount(tensors[dtype], size[dtype]) for dtype, _ in size.most_common()}
     )

@@ -547,8 +547,10 @@ class TestMesh:
         """A planted fault: whole tensors are read and then cut."""
         read_tensor = load_module._read_tensor
 
-        def greedy(entry: Entry, name: str, index: tuple[slice, ...], *rest: Any) -> np.ndarray:
-            return read_tensor(entry, name, (slice(None),) * len(index), *rest)[index]
+        def greedy(entry: Entry, name: str, index: tuple[slice, ...], out: np.ndarray, *rest: Any) -> None:
+            whole = np.empty(entry.shape, out.dtype)
+            read_tensor(entry, name, (slice(None),) * len(index), whole, *rest)
+            out[...] = whole[index]
 
         monkeypatch.setattr(load_module, "_read_tensor", greedy)
         with watched_reads() as reads:

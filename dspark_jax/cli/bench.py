@@ -1,0 +1,170 @@
+"""`dspark bench`: how fast this machine loads a checkpoint and generates with it, and what bounds that."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated
+
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+from tyro.conf import OmitArgPrefixes, arg
+
+from dspark_jax.bench.generate import Against, GenerateReport, Workload, bench_generate
+from dspark_jax.bench.load import LoadReport, bench_load
+from dspark_jax.bench.sparse import sparse_checkpoint
+from dspark_jax.checkpoint.load import load as load_checkpoint
+from dspark_jax.cli.options import Loading
+from dspark_jax.cli.terminal import RESULT, bytes_bar, print_json, steps_bar
+from dspark_jax.errors import RequestError
+from dspark_jax.sharding import make_mesh
+
+
+def load(
+    *,
+    checkpoint: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(or --synthetic-gb)")] = None,
+    synthetic_gb: Annotated[float | None, arg(metavar="GB", help_behavior_hint="(or --checkpoint)")] = None,
+    data: Annotated[int, arg(metavar="N")] = 1,
+    expert: Annotated[int, arg(metavar="N")] = 1,
+    tensor: Annotated[int, arg(metavar="N")] = 1,
+    json: bool = False,
+) -> int:
+    """Load a checkpoint between two plain reads of its files; tell speed and host memory.
+
+    Args:
+        checkpoint: Folder with config.json, the index and the shards.
+        synthetic_gb: Instead, a temporary cut of DeepSeek-V4-Flash of this size, zeros that take no room on the disk.
+        data: Groups of devices, each with a whole model.
+        expert: Ways to split the routed experts over devices.
+        tensor: Ways to split everything large over devices.
+        json: Print one JSON object.
+    """
+    if (checkpoint is None) == (synthetic_gb is None):
+        given = "neither is given" if checkpoint is None else "both are given"
+        raise RequestError(f"{given}; give exactly one: --checkpoint DIR, or --synthetic-gb 4.")
+    mesh = make_mesh(data, expert, tensor) if (data, expert, tensor) != (1, 1, 1) else None
+    source = nullcontext(checkpoint) if checkpoint else sparse_checkpoint((synthetic_gb or 0) * 1e9)
+    with source as directory, bytes_bar("reading, loading, reading") as progress:
+        report = bench_load(directory, progress, mesh)
+    if json:
+        print_json({"checkpoint": str(checkpoint) if checkpoint else None} | report.to_dict())
+    else:
+        print_load(report)
+    return 0
+
+
+def print_load(report: LoadReport) -> None:
+    """Three passes over the files, and the memory of the second."""
+    passes = _table("pass", "seconds", "per second", "of the second read")
+    for name, seconds in (
+        ("first read", report.first_read_seconds),
+        ("load", report.load_seconds),
+        ("second read", report.read_seconds),
+    ):
+        share = report.read_seconds / seconds
+        passes.add_row(name, f"{seconds:.2f}", decimal(round(report.file_bytes / seconds)), f"{share:.0%}")
+    RESULT.print(passes)
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim")
+    facts.add_row("files", decimal(report.file_bytes))
+    facts.add_row(
+        "arrays",
+        f"{decimal(report.array_bytes)} on {report.devices} x {report.device}, "
+        f"the largest {decimal(report.largest_array_bytes)}",
+    )
+    if report.peak_anonymous_bytes is None or report.overhead_bytes is None:
+        facts.add_row("host memory", "not told by this system")
+    else:
+        facts.add_row("peak of anonymous host memory", decimal(report.peak_anonymous_bytes))
+        facts.add_row("beside the arrays in it", f"{report.overhead_bytes / 1e9:.2f} GB")
+    RESULT.print()
+    RESULT.print(facts)
+
+
+def generate(
+    *,
+    loading: OmitArgPrefixes[Loading],
+    batch_size: Annotated[int, arg(metavar="B")] = 1,
+    prompt_tokens: Annotated[int, arg(metavar="N")] = 128,
+    max_new_tokens: Annotated[int, arg(metavar="N")] = 128,
+    draft_tokens: Annotated[int | None, arg(metavar="K", help_behavior_hint="(default: the trained block)")] = None,
+    temperature: Annotated[float, arg(metavar="T")] = 0.0,
+    repeats: Annotated[int, arg(metavar="R")] = 5,
+    json: bool = False,
+) -> int:
+    """Decode the same random prompts plainly, plainly at width 1, and speculatively, in one run.
+
+    Exit code 1 if greedy tokens depend on the drafts.
+
+    Args:
+        batch_size: Sequences that run side by side.
+        prompt_tokens: Random ids in each prompt.
+        max_new_tokens: Tokens to generate for each; nothing stops a sequence earlier.
+        draft_tokens: Drafts offered in a round of the speculative run.
+        temperature: 0 decodes greedily.
+        repeats: Timed repetitions after one to warm up; medians are told.
+        json: Print one JSON object.
+    """
+    workload = Workload(batch_size, prompt_tokens, max_new_tokens, draft_tokens, temperature, repeats)
+    with bytes_bar("loading weights") as progress:
+        model = load_checkpoint(loading.checkpoint, numerics=loading.numerics, progress=progress)
+    with steps_bar("bench") as begin:
+        report = bench_generate(model, workload, begin)
+    if json:
+        print_json({"checkpoint": str(loading.checkpoint), "numerics": loading.numerics} | report.to_dict())
+    else:
+        print_generate(report)
+    return 0 if report.ok else 1
+
+
+def print_generate(report: GenerateReport) -> None:
+    """A column for each way to decode, and what follows for speculation."""
+    w, runs = report.workload, [report.plain, report.plain_width_1, report.speculative]
+    RESULT.print(f"{w.batch_size} x ({w.prompt_tokens} + {w.max_new_tokens}) tokens on {report.device}")
+    RESULT.print(f"median of {w.repeats}; decoding is timed without prefill and compilation\n", style="dim")
+    table = _table("", "plain", "plain at width 1", "speculative")
+    for name, told in (
+        ("tokens/s", [f"{run.tokens_per_second:,.1f}" for run in runs]),
+        ("ms a step", [f"{run.step_seconds * 1e3:,.2f}" for run in runs]),
+        ("rows a step, drafts", [f"{run.step_width}, {run.draft_tokens}" for run in runs]),
+        ("accepted length", [f"{run.statistics.accepted_length:.2f}" for run in runs]),
+        ("prefill tokens/s", [f"{run.prefill_tokens_per_second:,.0f}" for run in runs]),
+        ("compiled in", [f"{run.compile_seconds:.1f} s" for run in runs]),
+        ("share of the ceiling", [f"{report.speed_per_ceiling(run):.2g}" for run in runs[:2]]),
+    ):
+        table.add_row(name, *told)
+    RESULT.print(table)
+    RESULT.print(
+        f"\nceiling: {decimal(round(report.plain_step_bytes))} of weights a plain step, at the "
+        f"{decimal(round(report.copy_bytes_per_second))}/s of a copy {report.least_step_seconds * 1e3:.3g} ms\n",
+        style="dim",
+    )
+    others = [report.against_plain, report.against_plain_width_1]
+    table = _table("speculative against", "plain", "plain at width 1")
+    for name, told in (
+        ("speed-up", [f"{other.speed_up:.2f}" for other in others]),
+        ("a round in plain steps", [f"{other.round_cost:.2f}" for other in others]),
+        ("pays above an accepted length of", [f"{other.break_even_accepted_length:.2f}" for other in others]),
+    ):
+        table.add_row(name, *told)
+    table.add_row("tokens", *(_agreement(other, w.batch_size, other is others[0]) for other in others))
+    if any(other.first_difference is not None for other in others):
+        places = [other.first_difference for other in others]
+        table.add_row("first difference", *("" if place is None else f"new token {place}" for place in places))
+    RESULT.print(table)
+
+
+def _agreement(against: Against, sequences: int, must_agree: bool) -> Text:
+    if against.equal_sequences is None:
+        return Text("sampled", style="dim")
+    if against.equal_sequences == sequences:
+        return Text("✓ equal", style="green")
+    told = f"{against.equal_sequences} of {sequences} equal"
+    return Text(f"✗ {told}", style="bold red") if must_agree else Text(told)
+
+
+def _table(first: str, *numbers: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column(first, no_wrap=True)
+    for header in numbers:
+        table.add_column(header, justify="right")
+    return table
