@@ -13,12 +13,13 @@ import numpy as np
 from dspark_jax.bench.ceiling import copy_bandwidth, plain_step_bytes
 from dspark_jax.decoding.generate import Completions, check_drafter, finish, pack, start
 from dspark_jax.decoding.generation import PREFILL_CHUNK, Generation
-from dspark_jax.decoding.request import KEY, Request, check_requests, sampling_of, stop_slots
+from dspark_jax.decoding.request import Request, check_requests, sampling_of, stop_slots
 from dspark_jax.decoding.sampling import Sampling
 from dspark_jax.decoding.state import bucket
 from dspark_jax.decoding.statistics import Statistics
 from dspark_jax.errors import RequestError
 from dspark_jax.model.model import Model
+from dspark_jax.sharding import fetch, place_rows, setting_of
 
 RUNS = ("plain", "plain_width_1", "speculative")
 
@@ -258,27 +259,29 @@ class Programs:
 
     def __init__(self, model: Model, requests: Sequence[Request]) -> None:
         self.model, self.capacity = model, bucket(max(request.positions for request in requests))
-        self.setting = model.setting(self.capacity)
-        self.prompts = pack([request.prompt for request in requests], self.capacity)
+        self.setting = setting_of(model, self.capacity)
+        self.prompts = self._placed(pack([request.prompt for request in requests], self.capacity))
         began = time.perf_counter()
         prefill = start.lower(model, self.setting, *self.prompts, chunk=min(PREFILL_CHUNK, self.capacity))
         self.start = prefill.compile()
-        self.finish = finish.lower(model, self.setting, prefill.out_info, *_settings(requests)).compile()
+        self.finish = finish.lower(model, self.setting, prefill.out_info, self._sampling(requests)).compile()
         self.compile_seconds = time.perf_counter() - began
 
     def run(self, requests: Sequence[Request]) -> Timed:
         """Generates once."""
-        settings = _settings(requests)
+        sampling = self._sampling(requests)
         began = time.perf_counter()
         state = jax.block_until_ready(self.start(self.model, self.setting, *self.prompts))
         prefilled = time.perf_counter()
-        state = jax.block_until_ready(self.finish(self.model, self.setting, state, *settings))
+        state = jax.block_until_ready(self.finish(self.model, self.setting, state, sampling))
         finished = time.perf_counter()
-        return Timed(prefilled - began, finished - prefilled, jax.device_get(Generation.of(state)))
+        return Timed(prefilled - began, finished - prefilled, fetch(Generation.of(state)))
 
+    def _sampling(self, requests: Sequence[Request]) -> Sampling:
+        return self._placed(sampling_of(requests, stop_slots(requests)))
 
-def _settings(requests: Sequence[Request]) -> tuple[Sampling, jax.Array]:
-    return sampling_of(requests, stop_slots(requests)), jax.random.key(KEY)
+    def _placed[Rows](self, rows: Rows) -> Rows:
+        return place_rows(rows, self.setting.partition)
 
 
 def _run(programs: Programs, requests: Sequence[Request], timed: list[Timed]) -> Run:

@@ -12,20 +12,16 @@ from tyro.conf import OmitArgPrefixes, arg
 from dspark_jax.bench.generate import Against, GenerateReport, Workload, bench_generate
 from dspark_jax.bench.load import LoadReport, bench_load
 from dspark_jax.bench.sparse import sparse_checkpoint
-from dspark_jax.checkpoint.load import load as load_checkpoint
-from dspark_jax.cli.options import Loading
+from dspark_jax.cli.options import ONE_DEVICE, Devices, Loading
 from dspark_jax.cli.terminal import RESULT, bytes_bar, print_json, steps_bar
 from dspark_jax.errors import RequestError
-from dspark_jax.sharding import make_mesh
 
 
 def load(
     *,
     checkpoint: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(or --synthetic-gb)")] = None,
     synthetic_gb: Annotated[float | None, arg(metavar="GB", help_behavior_hint="(or --checkpoint)")] = None,
-    data: Annotated[int, arg(metavar="N")] = 1,
-    expert: Annotated[int, arg(metavar="N")] = 1,
-    tensor: Annotated[int, arg(metavar="N")] = 1,
+    devices: OmitArgPrefixes[Devices] = ONE_DEVICE,
     json: bool = False,
 ) -> int:
     """Load a checkpoint between two plain reads of its files; tell speed and host memory.
@@ -33,18 +29,14 @@ def load(
     Args:
         checkpoint: Folder with config.json, the index and the shards.
         synthetic_gb: Instead, a temporary cut of DeepSeek-V4-Flash of this size, zeros that take no room on the disk.
-        data: Groups of devices, each with a whole model.
-        expert: Ways to split the routed experts over devices.
-        tensor: Ways to split everything large over devices.
         json: Print one JSON object.
     """
     if (checkpoint is None) == (synthetic_gb is None):
         given = "neither is given" if checkpoint is None else "both are given"
         raise RequestError(f"{given}; give exactly one: --checkpoint DIR, or --synthetic-gb 4.")
-    mesh = make_mesh(data, expert, tensor) if (data, expert, tensor) != (1, 1, 1) else None
     source = nullcontext(checkpoint) if checkpoint else sparse_checkpoint((synthetic_gb or 0) * 1e9)
     with source as directory, bytes_bar("reading, loading, reading") as progress:
-        report = bench_load(directory, progress, mesh)
+        report = bench_load(directory, progress, devices.mesh())
     if json:
         print_json({"checkpoint": str(checkpoint) if checkpoint else None} | report.to_dict())
     else:
@@ -83,6 +75,7 @@ def print_load(report: LoadReport) -> None:
 def generate(
     *,
     loading: OmitArgPrefixes[Loading],
+    devices: OmitArgPrefixes[Devices] = ONE_DEVICE,
     batch_size: Annotated[int, arg(metavar="B")] = 1,
     prompt_tokens: Annotated[int, arg(metavar="N")] = 128,
     max_new_tokens: Annotated[int, arg(metavar="N")] = 128,
@@ -106,7 +99,7 @@ def generate(
     """
     workload = Workload(batch_size, prompt_tokens, max_new_tokens, draft_tokens, temperature, repeats)
     with bytes_bar("loading weights") as progress:
-        model = load_checkpoint(loading.checkpoint, numerics=loading.numerics, progress=progress)
+        model = loading.model(devices, progress)
     with steps_bar("bench") as begin:
         report = bench_generate(model, workload, begin)
     if json:

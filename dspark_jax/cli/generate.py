@@ -12,9 +12,8 @@ from rich.rule import Rule
 from rich.table import Table
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-import dspark_jax
 from dspark_jax import chat
-from dspark_jax.cli.options import Decoding, Loading
+from dspark_jax.cli.options import ONE_DEVICE, UNLESS_ASKED, Decoding, Devices, Loading
 from dspark_jax.cli.terminal import RESULT, bytes_bar, completions_bar, print_json, print_warning
 from dspark_jax.config import ModelConfig
 from dspark_jax.decoding.generate import Completion
@@ -38,7 +37,8 @@ def generate(
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(with --prompts)")] = None,
     batch_size: Annotated[int, arg(metavar="B", help_behavior_hint="(with --prompts; default: 8)")] = 8,
     loading: OmitArgPrefixes[Loading],
-    decoding: OmitArgPrefixes[Decoding] = Decoding(),  # noqa: B008  (frozen)
+    devices: OmitArgPrefixes[Devices] = ONE_DEVICE,
+    decoding: OmitArgPrefixes[Decoding] = UNLESS_ASKED,
     json: bool = False,
 ) -> int:
     """Complete prompts; drafting and verification stay on the device.
@@ -65,7 +65,7 @@ def generate(
     text = Text.of(loading.checkpoint)
     settings = check_request(replace(decoding.request(), prompt=[0]), abstract, "prompt")
     reader = PromptReader(settings, decoding.samples, decoding.thinking, text, abstract, loading.numerics)
-    run = Run(loading, decoding.logprobs, text, json)
+    run = Run(loading, devices, decoding.logprobs, text, json)
     if prompts and out:
         jobs, ignored = reader.read(prompts)
         if ignored:
@@ -83,6 +83,7 @@ class Run:
     """Jobs on their way through a model to the screen or a file."""
 
     loading: Loading
+    devices: Devices
     logprobs: bool
     text: Text
     json: bool
@@ -141,7 +142,7 @@ class Run:
     def _complete(self, jobs: Sequence[Job], batch_size: int, total: int) -> Iterator[tuple[int, Completion]]:
         """Loads the model and streams the jobs through it, with a bar that begins at what is there already."""
         with bytes_bar("loading weights") as progress:
-            model = dspark_jax.load(self.loading.checkpoint, numerics=self.loading.numerics, progress=progress)
+            model = self.loading.model(self.devices, progress)
         with completions_bar("compiling and generating", total - len(jobs), total) as progress:
             yield from stream(model, [job.request for job in jobs], batch_size, self.logprobs, progress)
 

@@ -4,10 +4,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from jax.sharding import Mesh
 from tyro.conf import arg
 
 from dspark_jax import chat
+from dspark_jax.checkpoint.load import Progress, load
 from dspark_jax.decoding.request import Request
+from dspark_jax.model.model import Model
+from dspark_jax.sharding import make_mesh
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Over which devices the model is split."""
+
+    data: Annotated[int, arg(metavar="N")] = 1
+    """Groups of devices, each with a whole model and its share of the sequences."""
+    expert: Annotated[int, arg(metavar="N")] = 1
+    """Ways to split the routed experts."""
+    tensor: Annotated[int, arg(metavar="N")] = 1
+    """Ways to split everything large, routed experts included."""
+
+    def mesh(self) -> Mesh | None:
+        """None for one device."""
+        sizes = (self.data, self.expert, self.tensor)
+        return make_mesh(*sizes) if sizes != (1, 1, 1) else None
+
+
+ONE_DEVICE = Devices()
 
 
 @dataclass(frozen=True)
@@ -18,6 +42,10 @@ class Loading:
     """Folder with config.json, the index and the shards."""
     numerics: Literal["float32", "bfloat16", "official"] = "bfloat16"
     """float32 for parity with PyTorch, official to quantise activations as DeepSeek serves the model."""
+
+    def model(self, devices: Devices, progress: Progress) -> Model:
+        """Loads it."""
+        return load(self.checkpoint, self.numerics, devices.mesh(), progress=progress)
 
 
 @dataclass(frozen=True)
@@ -57,3 +85,6 @@ class Decoding:
             draft_tokens=self.draft_tokens,
             greedy_drafts=self.greedy_drafts,
         )
+
+
+UNLESS_ASKED = Decoding()
