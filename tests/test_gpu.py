@@ -14,6 +14,8 @@ from safetensors.numpy import load_file
 from tiny_configs import random_ids
 
 import dspark_jax
+from dspark_jax import Request
+from dspark_jax.bench.generate import RUNS, Workload, bench_generate
 from dspark_jax.config import ModelConfig
 from dspark_jax.crosscheck.compare import compare
 from dspark_jax.decoding.generate import finish, start
@@ -79,6 +81,48 @@ def test_two_gpus_give_the_logits_of_one(axis: str) -> None:
         np.testing.assert_array_equal(layer.routing.picks, other.routing.picks)
 
 
+@pytest.mark.parametrize("numerics", ["float32", "bfloat16"])
+def test_a_sampled_row_has_the_same_bits_in_any_company(numerics: str) -> None:
+    """One program: alone or among others, in another place, started later; log-probabilities equal to the bit."""
+    model = dspark_jax.load(TINY_A, numerics=numerics)
+    rng = np.random.default_rng(0)
+    requests = [
+        Request(
+            rng.integers(0, 512, 1 + 3 * i).tolist(),
+            40,
+            temperature=[1.0, 0.0, 0.7][i % 3],
+            top_p=[1.0, 0.9][i % 2],
+            seed=i,
+            stop_ids=(),
+        )
+        for i in range(8)
+    ]
+    done = dict(dspark_jax.stream(model, requests, 3, logprobs=True))
+    for order in ([7, 2, 4], [5], [3, 6, 0, 1, 7]):
+        again = dict(dspark_jax.stream(model, [requests[i] for i in order], 3, logprobs=True))
+        assert [again[number] for number in range(len(order))] == [done[i] for i in order]
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("axis", ["data", "expert", "tensor"])
+def test_two_gpus_give_the_tokens_of_one(axis: str) -> None:
+    """Greedy and sampled rows; a greedy row may part where two tokens are as good as equal, and then says so."""
+    model, alone = dspark_jax.load(TINY_A, mesh=dspark_jax.make_mesh(**{axis: 2})), dspark_jax.load(TINY_A)
+    prompts, temperatures = random_ids(model.config, 4, 12, seed=1).tolist(), [0.0, 0.0, 1.0, 0.6]
+    ours, expected = (
+        dspark_jax.generate(m, prompts, 100, temperature=temperatures, seed=3, stop_ids=()) for m in (model, alone)
+    )
+    for prompt, temperature, tokens, others in zip(prompts, temperatures, ours.tokens, expected.tokens, strict=True):
+        if tokens == others:
+            continue
+        parted = next(i for i, pair in enumerate(zip(tokens, others, strict=True)) if pair[0] != pair[1])
+        best = np.sort(np.asarray(dspark_jax.forward(alone, [prompt + others[:parted]]).logits)[0, -1])
+        print(
+            f"\n{axis}: temperature {temperature} parts after {parted} tokens, margin {best[-1] - best[-2]:.1e}", end=""
+        )
+        assert temperature == 0 and best[-1] - best[-2] < 1e-4
+
+
 def test_equal_scores_go_to_the_lowest_entry() -> None:
     rng = np.random.default_rng(0)
     entries = rng.integers(0, 3, (1, 4096, 4)).astype(np.float32)
@@ -137,8 +181,8 @@ def begin(model: Model) -> tuple:
     return setting, start(model, setting, jnp.asarray(tokens), lengths, 256)
 
 
-def settings(draft_tokens: int) -> Sampling:
-    return Sampling.of(BATCH, max_new_tokens=48, draft_tokens=draft_tokens)
+def settings(draft_tokens: int, **columns: float) -> Sampling:
+    return Sampling.of(BATCH, max_new_tokens=48, draft_tokens=draft_tokens, **columns)
 
 
 def test_full_width_layers_give_the_same_tokens_for_every_draft_length(wide: Model) -> None:
@@ -155,6 +199,30 @@ def test_full_width_layers_give_the_same_tokens_for_every_draft_length(wide: Mod
     print(f"peak {jax.devices()[0].memory_stats()['peak_bytes_in_use'] / 1e9:.1f} GB", end="")
     assert all(np.array_equal(one, tokens[0]) for one in tokens)
     assert len(np.unique(tokens[0][0, PROMPT : PROMPT + 48])) > 10, "decoding moves"
+
+
+def test_sampling_over_the_whole_vocabulary(wide: Model) -> None:
+    """The same program greedily, sampled and truncated; each kind draws the same tokens again."""
+    kinds = {"greedy": {}, "sampled": {"temperature": 1.0}, "top-p 0.9": {"temperature": 1.0, "top_p": 0.9}}
+    for name, columns in kinds.items():
+        tokens = []
+        for _ in range(3):
+            setting, state = begin(wide)
+            jax.block_until_ready(state)
+            clock = time.perf_counter()
+            state = finish(wide, setting, state, settings(5, **columns))
+            tokens.append(np.asarray(state.tokens))
+            step = (time.perf_counter() - clock) / int(np.asarray(state.counters.rounds).max())
+        print(f"\n{name}: {step * 1e3:.2f} ms a round of 5 drafts", end="")
+        assert np.array_equal(tokens[0], tokens[1]) and np.array_equal(tokens[0], tokens[2])
+
+
+def test_bench_at_full_width(wide: Model) -> None:
+    report = bench_generate(wide, Workload(8, 64, 48, repeats=2), lambda *_: None)
+    for name in RUNS:
+        run = getattr(report, name)
+        print(f"\n{name}: {run.tokens_per_second:.0f} tokens/s, {run.step_seconds * 1e3:.2f} ms a step", end="")
+    assert report.ok
 
 
 def test_the_compiled_loop_stays_on_the_device_and_copies_no_cache(wide: Model) -> None:
