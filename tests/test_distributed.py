@@ -8,13 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import GOLDEN
 from distributed_worker import MESHES, completions, results
+from random_model import random_model
 from tiny_configs import random_ids
 
 import dspark_jax
 
-TINY_A = GOLDEN / "tiny-a"
+CONFIG = dspark_jax.ModelConfig.tiny(
+    num_hidden_layers=2, compress_ratios=[4, 128, 0], dspark_target_layer_ids=[1], n_routed_experts=8
+)
 PROCESSES, LIMIT_S = 2, 300
 QUICK = "--xla_backend_optimization_level=0"  # compiling takes longer than running
 Results = dict[str, np.ndarray]
@@ -27,18 +29,25 @@ def free_address() -> str:
 
 
 @pytest.fixture(scope="module")
-def expected() -> Results:
-    model = dspark_jax.load(TINY_A)
-    return results(model, random_ids(model.config, 2, 16, seed=0))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of three blocks, and ids to run."""
+    folder = tmp_path_factory.mktemp("distributed")
+    dspark_jax.save(random_model(CONFIG), folder / "checkpoint")
+    np.save(folder / "ids.npy", random_ids(CONFIG, 2, 16, seed=0))
+    return folder
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+def alone(folder: Path) -> dspark_jax.Model:
+    return dspark_jax.load(folder / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[Results]:
     """What each process got."""
-    folder, address = tmp_path_factory.mktemp("distributed"), free_address()
-    np.save(folder / "ids.npy", random_ids(dspark_jax.ModelConfig.from_file(TINY_A / "config.json"), 2, 16, seed=0))
+    address = free_address()
     outs = [folder / f"{number}.npz" for number in range(PROCESSES)]
-    workers = [start_worker(address, number, folder / "ids.npy", out) for number, out in enumerate(outs)]
+    workers = [start_worker(address, number, folder, out) for number, out in enumerate(outs)]
     try:
         said = [worker.communicate(timeout=LIMIT_S)[0] for worker in workers]
     finally:
@@ -48,9 +57,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     return [dict(np.load(out)) for out in outs]
 
 
-def start_worker(address: str, number: int, ids: Path, out: Path) -> subprocess.Popen[str]:
+def start_worker(address: str, number: int, folder: Path, out: Path) -> subprocess.Popen[str]:
     tests = Path(__file__).parent
-    arguments = [address, PROCESSES, number, TINY_A, ids, out]
+    arguments = [address, PROCESSES, number, folder / "checkpoint", folder / "ids.npy", out]
     return subprocess.Popen(
         [sys.executable, str(tests / "distributed_worker.py"), *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]), "XLA_FLAGS": QUICK},
@@ -61,16 +70,20 @@ def start_worker(address: str, number: int, ids: Path, out: Path) -> subprocess.
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_every_process_has_the_numbers_of_one(mesh: str, found: list[Results], expected: Results) -> None:
+def test_every_process_has_the_numbers_of_one(
+    mesh: str, folder: Path, alone: dspark_jax.Model, found: list[Results]
+) -> None:
+    expected = results(alone, np.load(folder / "ids.npy"))
     for process in found:
         for name, values in expected.items():
             difference = np.abs(process[f"{mesh}/{name}"] - values).max()
             assert difference <= 1e-5 * np.abs(values).max(), name
 
 
-def test_every_process_completes_prompts_as_one_does(found: list[Results]) -> None:
-    model = dspark_jax.load(TINY_A)
-    expected = completions(model, random_ids(model.config, 2, 16, seed=0))["tokens"]
+def test_every_process_completes_prompts_as_one_does(
+    folder: Path, alone: dspark_jax.Model, found: list[Results]
+) -> None:
+    expected = completions(alone, np.load(folder / "ids.npy"))["tokens"]
     assert expected.shape == (2, 16)
     for process in found:
         np.testing.assert_array_equal(process["sequences/tokens"], expected)
@@ -82,6 +95,6 @@ def test_processes_have_the_same_bits(found: list[Results]) -> None:
 
 
 def test_an_axis_of_experts_divides_the_reading(found: list[Results]) -> None:
-    """Each process checked its slices; of 7 layers it did not touch half of 8 experts, each 3 matrices and scales."""
-    assert [int(process["experts/unread"]) for process in found] == [7 * 4 * 6] * PROCESSES
+    """Each process checked its slices; of 3 blocks it did not touch half of 8 experts, each 3 matrices and scales."""
+    assert [int(process["experts/unread"]) for process in found] == [3 * 4 * 6] * PROCESSES
     assert [int(process["sequences/unread"]) for process in found] == [0] * PROCESSES

@@ -39,7 +39,7 @@ class Tables:
             block_size=drafter.shape[2],
             step_width=1 + drafter.shape[2],
         )
-        self._loop = jax.jit(lambda begun: loop.decode(self.model, None, begun))
+        self._loop = jax.jit(lambda begun: loop.decode(self.model, SimpleNamespace(partition=None), begun))
 
     def decode(self, tokens: np.ndarray, lengths: np.ndarray, sampling: Sampling, key: int = 0) -> state.State:
         """The state when every sequence is done."""

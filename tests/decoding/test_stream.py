@@ -148,32 +148,54 @@ def test_generate_takes_samples_and_refuses_what_does_not_fit(model: Model, stre
 # The pure function ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def scored(model: Model) -> Generation:
+class Scorer:
     """Inside a jit of one's own: two prompts, three samples each, and something computed of them."""
-    run = dspark_jax.generate_fn(model.config, CAPACITY, samples=3, logprobs=True)
 
-    @jax.jit
-    def step(model: Model, ids: jax.Array, lengths: jax.Array, key: jax.Array) -> tuple[Generation, jax.Array]:
-        sampling = Sampling.of(6, temperature=1.0, seed=jnp.arange(6) % 3, max_new_tokens=20)
-        out = run(model, ids, lengths, sampling, key)
-        return out, jnp.sum(jnp.where(out.is_new, out.logprobs.drawn, 0), axis=1)
+    def __init__(self, model: Model) -> None:
+        self.model, run = model, dspark_jax.generate_fn(model.config, CAPACITY, samples=3, logprobs=True)
 
-    ids, lengths = jnp.asarray([[5, 6, 7], [8, 0, 0]]), jnp.asarray([3, 1])
-    generation, totals = step(model, ids, lengths, jax.random.key(0))
-    np.testing.assert_allclose(totals, np.asarray(generation.logprobs.drawn).sum(axis=1), rtol=1e-5)
-    return generation
+        @jax.jit
+        def step(model: Model, ids: jax.Array, lengths: jax.Array, temperature: jax.Array, budget: int) -> tuple:
+            seed = jnp.arange(6) % 3
+            sampling = Sampling.of(6, temperature=temperature, seed=seed, max_new_tokens=budget)
+            out = run(model, ids, lengths, sampling, jax.random.key(0))
+            return out, jnp.sum(jnp.where(out.is_new, out.logprobs.drawn, 0), axis=1)
+
+        self.step = step
+
+    def __call__(self, prompts: list[list[int]], temperature: float, budget: int) -> Generation:
+        ids = np.zeros((2, 40), np.int32)
+        for row, prompt in zip(ids, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        generation, totals = self.step(self.model, ids, lengths, jnp.float32(temperature), budget)
+        np.testing.assert_allclose(totals, np.asarray(generation.logprobs.drawn).sum(axis=1), rtol=1e-5)
+        return jax.device_get(generation)
 
 
-def test_generate_fn_says_what_generate_says(scored: Generation, streamed: dict[int, Completion]) -> None:
-    assert scored.length.tolist() == [23] * 3 + [21] * 3
-    assert np.asarray(scored.is_new).sum(axis=1).tolist() == [20] * 6
+@pytest.fixture(scope="module")
+def score(model: Model) -> Scorer:
+    return Scorer(model)
+
+
+def test_generate_fn_says_what_generate_says(score: Scorer, streamed: dict[int, Completion]) -> None:
+    out = score([[5, 6, 7], [8]], temperature=1.0, budget=20)
+    assert out.length.tolist() == [23] * 3 + [21] * 3
+    assert np.asarray(out.is_new).sum(axis=1).tolist() == [20] * 6
     for sample in range(3):
-        assert scored.tokens[sample, 3:23].tolist() == streamed[11 + sample].tokens
-        np.testing.assert_allclose(
-            scored.logprobs.target[sample, 3:23], streamed[11 + sample].target_logprobs, atol=2e-5
-        )
-    assert not np.asarray(scored.stopped).any() and np.asarray(scored.finite).all()
+        assert out.tokens[sample, 3:23].tolist() == streamed[11 + sample].tokens
+        np.testing.assert_allclose(out.logprobs.target[sample, 3:23], streamed[11 + sample].target_logprobs, atol=2e-5)
+    assert not out.stopped.any() and out.finite.all()
+
+
+def test_a_row_ends_where_its_room_ends(score: Scorer, model: Model) -> None:
+    """The last position of the capacity is used, and every token is the likeliest in one pass over all of them."""
+    out = score([list(range(40)), [8, 7]], temperature=0.0, budget=1000)
+    assert out.length.tolist() == [CAPACITY] * 6 and not out.stopped.any()
+    rows = out.tokens[[0, 3]]
+    choice = np.asarray(dspark_jax.forward(model, rows).logits).argmax(axis=-1)
+    for row, prompt_length in zip((0, 1), (40, 2), strict=True):
+        assert rows[row, prompt_length:].tolist() == choice[row, prompt_length - 1 : -1].tolist()
 
 
 def test_generate_fn_refuses_what_does_not_fit(model: Model) -> None:
@@ -192,14 +214,3 @@ def test_generate_fn_refuses_what_does_not_fit(model: Model) -> None:
     ):
         with pytest.raises(dspark_jax.RequestError, match=message):
             call()
-
-
-def test_a_row_ends_where_its_room_ends(model: Model) -> None:
-    """The last position of the capacity is used, and says what a larger capacity says."""
-    prompt = list(range(40, 80))
-    roomy = dspark_jax.generate(model, [prompt], max_new_tokens=60, stop_ids=())
-    tight = dspark_jax.generate_fn(model.config, CAPACITY)(
-        model, jnp.asarray([prompt]), jnp.asarray([40]), Sampling.of(1, max_new_tokens=60), jax.random.key(0)
-    )
-    assert int(tight.length[0]) == CAPACITY and not bool(tight.stopped[0])
-    assert tight.tokens[0, 40:].tolist() == roomy.tokens[0][: CAPACITY - 40]
