@@ -4,7 +4,10 @@
 """
 
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import pytest
@@ -24,3 +27,46 @@ def pytest_configure(config: pytest.Config) -> None:
 def golden(request: pytest.FixtureRequest) -> Path:
     """A golden folder: a checkpoint, and `expected.safetensors` with the numbers that PyTorch gives for it."""
     return GOLDEN / request.param
+
+
+# The command line ----------------------------------------------------------------------------------------------------
+
+
+class Ran(NamedTuple):
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+Dspark = Callable[..., Ran]
+
+
+@pytest.fixture
+def dspark(capsys: pytest.CaptureFixture[str]) -> Dspark:
+    from dspark_jax.cli import main  # a machine that has a GPU may lack what it needs
+
+    def run(*arguments: str) -> Ran:
+        capsys.readouterr()
+        try:
+            code = main(arguments)
+        except SystemExit as stopped:
+            code = stopped.code if isinstance(stopped.code, int) else 0
+        return Ran(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tiny-a with a tokenizer: token i is the word `w<i>`; w1, the golden models' EOS, is special."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(512)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["w1"])
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny-a"
+    shutil.copytree(GOLDEN / "tiny-a", folder, ignore=shutil.ignore_patterns("expected*", "README*"))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder

@@ -7,15 +7,14 @@ import sysconfig
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import pytest
+from conftest import Dspark
 from test_config import FLASH
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from dspark_jax.checkpoint.layout import layout
-from dspark_jax.cli import crosscheck, facts, main
+from dspark_jax.cli import crosscheck, facts
 from dspark_jax.config import ModelConfig
 from dspark_jax.crosscheck.compare import Report, Row
 from dspark_jax.model.model import abstract_model
@@ -24,47 +23,6 @@ from dspark_jax.model.numerics import numerics_of
 GOLDEN = Path(__file__).parent / "golden"
 TINY_A = str(GOLDEN / "tiny-a")
 EXPERT_BYTES = 13_369_344  # three packed FP4 matrices and their scales in Flash
-
-
-class Ran(NamedTuple):
-    """What a command left behind."""
-
-    code: int
-    out: str
-    err: str
-
-
-Dspark = Callable[..., Ran]
-
-
-@pytest.fixture
-def dspark(capsys: pytest.CaptureFixture[str]) -> Dspark:
-    def run(*arguments: str) -> Ran:
-        capsys.readouterr()
-        try:
-            code = main(arguments)
-        except SystemExit as stopped:
-            code = stopped.code if isinstance(stopped.code, int) else 0
-        return Ran(code, *capsys.readouterr())
-
-    return run
-
-
-def words_tokenizer() -> Tokenizer:
-    """Token i is the word `w<i>`; w1, the golden models' EOS, is special."""
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(512)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens(["w1"])
-    return tokenizer
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """tiny-a with a tokenizer."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "tiny-a"
-    shutil.copytree(TINY_A, folder, ignore=shutil.ignore_patterns("expected*", "README*"))
-    words_tokenizer().save(str(folder / "tokenizer.json"))
-    return folder
 
 
 @pytest.fixture(scope="module")

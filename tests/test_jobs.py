@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import Dspark
 from random_model import random_model
-from test_cli import folder as folder
 from tiny_configs import CONFIGS
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import dspark_jax
 from dspark_jax import Request, RequestError
@@ -169,15 +170,66 @@ def test_numbers_that_json_lacks_become_null(reader: PromptReader, jobs: list[Jo
 
 # The command ---------------------------------------------------------------------------------------------------------
 
+BOUNDS = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
+CONTROL = (*BOUNDS, "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "｜DSML｜")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random checkpoint with the control tokens of DeepSeek-V4 and words `w7` to `w95`."""
+    folder = tmp_path_factory.mktemp("small")
+    dspark_jax.save(random_model(CONFIGS["two-streams"]), folder)
+    words = [*CONTROL, *(f"w{i}" for i in range(len(CONTROL), 96))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w7"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(list(BOUNDS))
+    tokenizer.add_tokens(list(CONTROL[len(BOUNDS) :]))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_dialogues_and_prompts_from_one_file(small: Path, lines: Lines, dspark: Dspark, tmp_path: Path) -> None:
+    dialogue = [{"role": "user", "content": "w7 <think> w8"}]
+    path = lines(
+        {"id": "off", "messages": dialogue, "thinking": "off", "note": "kept out"},
+        {"id": "low", "messages": dialogue, "samples": 2, "temperature": 1.0},
+        {"id": "text", "prompt": "w9 w10", "stop_ids": []},
+    )
+    out = tmp_path / "out.jsonl"
+    command = ("--prompts", str(path), "--out", str(out), "--checkpoint", str(small), "--thinking", "low")
+    ran = dspark("generate", *command, "--batch-size", "2", "--max-new-tokens", "12", "--logprobs", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.err == f"dspark: warning: {path}: the fields note mean nothing here.\n"
+    summary = json.loads(ran.out)
+    assert (summary["completions"], summary["new_completions"]) == (4, 4)
+
+    rows = {(row["id"], row["sample"]): row for row in map(json.loads, out.read_text().splitlines())}
+    assert set(rows) == {("off", 0), ("low", 0), ("low", 1), ("text", 0)}
+    for row in rows.values():
+        assert len(row["target_logprobs"]) == len(row["drawn_logprobs"]) == len(row["tokens"]) <= 12
+    assert [row["settings"]["prompt_tokens"] for row in rows.values()].count(2) == 1
+    off, low, text = rows["off", 0], rows["low", 1], rows["text", 0]
+    assert off["message"]["role"] == "assistant" and "reasoning_content" not in off["message"]
+    assert low["settings"]["seed"] == 1 and low["message"]["role"] == "assistant"
+    assert "message" not in text and len(text["tokens"]) == 12
+    assert (off["settings"]["thinking"], text["settings"]["thinking"]) == ("off", None)
+
+    (tmp_path / "dialogue.json").write_text(json.dumps({"messages": dialogue}))
+    alone = ("--messages", str(tmp_path / "dialogue.json"), "--checkpoint", str(small), "--max-new-tokens", "12")
+    told = json.loads(dspark("generate", *alone, "--thinking", "off", "--json").out)
+    assert told["tokens"] == off["tokens"] and told["message"] == off["message"]
+    for_people = dspark("generate", *alone, "--thinking", "off")
+    assert for_people.out.startswith(off["message"]["content"] + "\n")
+
+
 SETTINGS = ("--batch-size", "3", "--max-new-tokens", "40", "--temperature", "0.8", "--seed", "5", "--samples", "2")
 
 
 class Command:
-    """The command in processes of its own, which share what they compile: 60 prompts on a small random checkpoint."""
+    """The command in processes of its own, which share what they compile: 60 prompts."""
 
-    def __init__(self, folder: Path) -> None:
-        self.checkpoint, self.prompts = folder / "checkpoint", folder / "prompts.jsonl"
-        dspark_jax.save(random_model(CONFIGS["two-streams"]), self.checkpoint)
+    def __init__(self, checkpoint: Path, folder: Path) -> None:
+        self.checkpoint, self.prompts = checkpoint, folder / "prompts.jsonl"
         rng = np.random.default_rng(1)
         rows = [{"id": i, "prompt_ids": rng.integers(0, 96, 5).tolist()} for i in range(60)]
         self.prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -199,11 +251,9 @@ class Command:
         return json.loads(told)
 
 
-def test_a_job_killed_five_times_writes_what_an_undisturbed_one_writes(
-    tmp_path: Path,
-) -> None:
+def test_a_job_killed_five_times_writes_what_an_undisturbed_one_writes(small: Path, tmp_path: Path) -> None:
     """`kill -9` at random moments after the first new line; no line is lost, doubled or torn, and none differs."""
-    command, undisturbed, out = Command(tmp_path), tmp_path / "undisturbed.jsonl", tmp_path / "out.jsonl"
+    command, undisturbed, out = Command(small, tmp_path), tmp_path / "undisturbed.jsonl", tmp_path / "out.jsonl"
     assert command.run(undisturbed)["new_completions"] == 120
     moments = random.Random(0)
     for _ in range(5):
