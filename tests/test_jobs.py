@@ -145,10 +145,21 @@ def test_output_of_another_job_is_refused_and_kept(reader: PromptReader, jobs: l
         with pytest.raises(RequestError, match=complaint):
             append(path, others, reader.text)
     assert path.read_bytes() == whole
-    path.write_text('{"id": 1}\n')
-    with pytest.raises(RequestError, match="line 1: is no line of `dspark generate`"):
-        append(path, jobs, reader.text)
-    assert path.read_text() == '{"id": 1}\n'
+    for foreign in ('{"id": 1}\n', '{"id": 1}\n{"id": ', "a file without a newline", "\n"):
+        path.write_text(foreign)
+        with pytest.raises(RequestError, match="name another --out"):
+            append(path, jobs, reader.text)
+        assert path.read_text() == foreign
+
+
+def test_text_with_separators_of_lines_stays_on_its_line(jobs: list[Job], tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with Results(path) as results:
+        for job in jobs[:2]:
+            record = {"id": job.key[0], "sample": 0, "text": "a\u2028b\u0085c\r\x0bd\n", "settings": job.settings()}
+            results.append(record)
+    with Results(path) as results:
+        assert [job.key for job in results.missing(jobs)] == [("c", 0)]
 
 
 def test_a_second_writer_is_refused(reader: PromptReader, jobs: list[Job], tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def parse_object(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise RequestError(f"{where}: is no JSON ({error}).") from error
+        raise RequestError(f"{where}: is no JSON ({error}); expected one object a line.") from error
     if not isinstance(row, dict):
         raise RequestError(f"{where}: is {type(row).__name__}; expected an object.")
     return row

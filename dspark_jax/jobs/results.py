@@ -18,6 +18,8 @@ from dspark_jax.errors import RequestError
 from dspark_jax.jobs.prompts import Job, Key, parse_object
 from dspark_jax.jobs.text import Text
 
+LINE_START = b'{"id": '
+
 
 def record_of(job: Job, completion: Completion, text: Text) -> dict[str, Any]:
     """The output line of a finished job."""
@@ -68,15 +70,11 @@ class Results:
             raise RequestError(
                 f"{path}: is being written by another job; wait for it, or name another --out."
             ) from error
-        whole = path.read_bytes()
-        whole = whole[: whole.rfind(b"\n") + 1]
-        os.ftruncate(self._file, len(whole))
-        self.settings: dict[Key, dict[str, Any]] = {}
-        for number, line in enumerate(whole.decode(errors="replace").splitlines(), start=1):
-            record = parse_object(line, f"{path} line {number}")
-            if not {"id", "sample", "settings"} <= record.keys():
-                raise RequestError(f"{path} line {number}: is no line of `dspark generate`; name another --out.")
-            self.settings[record["id"], record["sample"]] = record["settings"]
+        try:
+            self.settings = self._read()
+        except RequestError:
+            os.close(self._file)
+            raise
 
     def __enter__(self) -> "Results":
         """Itself."""
@@ -87,6 +85,21 @@ class Results:
     ) -> None:
         """Closes the file, which unlocks it."""
         os.close(self._file)
+
+    def _read(self) -> dict[Key, dict[str, Any]]:
+        """What is there; cuts off a torn last line, but of no file that another program has written."""
+        *lines, torn = self.path.read_bytes().split(b"\n")
+        settings = {}
+        for number, line in enumerate(lines, start=1):
+            where = f"{self.path} line {number}"
+            record = parse_object(line.decode(errors="replace"), where) if line.startswith(LINE_START) else {}
+            if not {"id", "sample", "settings"} <= record.keys():
+                raise RequestError(f"{where}: is no line of `dspark generate`; name another --out.")
+            settings[record["id"], record["sample"]] = record["settings"]
+        if not (torn.startswith(LINE_START) or LINE_START.startswith(torn)):
+            raise RequestError(f"{self.path}: its last line is none of `dspark generate`; name another --out.")
+        os.ftruncate(self._file, sum(len(line) + 1 for line in lines))
+        return settings
 
     def missing(self, jobs: Sequence[Job]) -> list[Job]:
         """The jobs that are not there yet.
