@@ -18,7 +18,7 @@ from dspark_jax.decoding.request import Request
 from dspark_jax.decoding.sampling import Sampling
 from dspark_jax.decoding.state import LogProbs
 from dspark_jax.decoding.statistics import Statistics
-from dspark_jax.decoding.stream import Progress, stream
+from dspark_jax.decoding.stream import StreamProgress, stream
 from dspark_jax.errors import (
     CheckpointError,
     ConfigError,
@@ -44,12 +44,12 @@ __all__ = [
     "ModelConfig",
     "NotFiniteError",
     "Numerics",
-    "Progress",
     "Request",
     "RequestError",
     "Sampling",
     "SilentDrafterError",
     "Statistics",
+    "StreamProgress",
     "forward",
     "generate",
     "generate_fn",

@@ -1,5 +1,7 @@
 """Errors for the person at the keyboard: each message says what was wrong, where, what was expected and what to do."""
 
+from typing import Any
+
 
 class DsparkError(ValueError):
     """Base of every error that dspark_jax raises about its input; the command line prints it as one sentence."""
@@ -23,3 +25,14 @@ class NotFiniteError(DsparkError):
 
 class SilentDrafterError(DsparkError):
     """The drafter was on and allowed to offer drafts, and offered none in the whole generation."""
+
+
+def check_count(value: Any, name: str) -> int:
+    """`value` as an integer of at least 1.
+
+    Raises:
+        RequestError: it is none.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 1:
+        raise RequestError(f"{name} is {value!r}; expected an integer of at least 1.")
+    return int(value)

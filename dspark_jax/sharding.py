@@ -1,4 +1,4 @@
-"""Sharding rules as data: which mesh axes split which logical axis; and how a batch and its model meet on a mesh.
+"""Sharding rules as data: which mesh axes split which logical axis.
 
 Three mesh axes have a meaning. "data" splits the sequences of a batch: each group of devices along it holds a whole
 model. "tensor" splits the large weights: heads, vocabulary, the shared expert's hidden axis, and the set of routed
@@ -13,14 +13,9 @@ from functools import cache
 from typing import Literal
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from dspark_jax.config import ModelConfig
-from dspark_jax.errors import RequestError
-from dspark_jax.model.model import Model
-from dspark_jax.model.rows import Setting
-from pallas_kernels.partition import Partition
+from dspark_jax.errors import RequestError, check_count
 
 Axis = Literal["batch", "vocabulary", "heads", "hidden", "expert"]
 MeshAxes = tuple[str, ...]
@@ -60,8 +55,7 @@ def make_mesh(data: int = 1, expert: int = 1, tensor: int = 1, devices: Sequence
     """
     shape = {"data": data, "expert": expert, "tensor": tensor}
     for name, size in shape.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise RequestError(f"{name} is {size!r}; expected an integer of at least 1.")
+        check_count(size, name)
     devices = jax.devices() if devices is None else devices
     needed = math.prod(shape.values())
     if needed > len(devices):
@@ -117,83 +111,3 @@ def _sizes(mesh: Mesh | AbstractMesh, names: MeshAxes) -> str:
 @cache
 def _log_once(message: str) -> None:
     _log.warning(message)
-
-
-# A batch on the mesh of its model ------------------------------------------------------------------------------------
-
-
-def partition_of(model: Model) -> Partition | None:
-    """How operations on this model are split: over the mesh on which `load` put it; None for one device.
-
-    It asks an array where it lies, so call it outside `jax.jit`; inside, there is `partition_on`.
-    """
-    sharding = model.vocabulary.embed.get_value().sharding
-    if not isinstance(sharding, NamedSharding):
-        return None
-    assert isinstance(sharding.mesh, Mesh)
-    return partition_on(sharding.mesh, model.config)
-
-
-def partition_on(mesh: Mesh, config: ModelConfig) -> Partition:
-    """How operations on a model of this config are split that `load` puts on this mesh."""
-    rows = tuple(name for name in RULES.batch if name in mesh.shape)
-    return Partition(mesh, rows, mesh_axes(mesh, "expert", config.n_routed_experts))
-
-
-def setting_of(model: Model, capacity: int) -> Setting:
-    """`model.setting(capacity)` where the model lies; outside `jax.jit`, like `partition_of`."""
-    partition = partition_of(model)
-    return place_copies(model.setting(capacity, partition), partition)
-
-
-def row_sharding(partition: Partition, batch: int) -> NamedSharding:
-    """Where a value with a leading axis of sequences lives; replicated (logged once) if they do not divide."""
-    return NamedSharding(partition.mesh, PartitionSpec(mesh_axes(partition.mesh, "batch", batch) or None))
-
-
-def constrain_rows[Tree](tree: Tree, partition: Partition | None) -> Tree:
-    """Inside `jax.jit`: keeps every leaf, each with a leading axis of sequences, split over the mesh by sequences.
-
-    Apply it to what a program makes or hands on (fresh caches, the carry of a loop), so that no choice of XLA's moves
-    them. Without a partition it changes nothing.
-    """
-    if partition is None:
-        return tree
-    return jax.tree.map(
-        lambda leaf: jax.lax.with_sharding_constraint(leaf, row_sharding(partition, leaf.shape[0])), tree
-    )
-
-
-def place_rows[Tree](tree: Tree, partition: Partition | None) -> Tree:
-    """Outside `jax.jit`: host values with a leading axis of sequences as arrays on the mesh, split by sequences.
-
-    Every process of a mesh passes the same values and keeps what its devices need. Without a partition it changes
-    nothing.
-    """
-    if partition is None:
-        return tree
-    return jax.tree.map(lambda leaf: _place(leaf, row_sharding(partition, len(leaf))), tree)
-
-
-def place_copies[Tree](tree: Tree, partition: Partition | None) -> Tree:
-    """Like `place_rows`, with a copy of each value on every device."""
-    if partition is None:
-        return tree
-    sharding = NamedSharding(partition.mesh, PartitionSpec())
-    return jax.tree.map(lambda leaf: _place(leaf, sharding), tree)
-
-
-def _place(values: jax.typing.ArrayLike, sharding: NamedSharding) -> jax.Array:
-    host = np.asarray(values)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-
-
-def fetch[Tree](tree: Tree) -> Tree:
-    """Outside `jax.jit`: the leaves as numpy arrays, whole on every process, which all have to call this."""
-
-    def values(leaf: jax.Array) -> np.ndarray:
-        if not leaf.is_fully_addressable and isinstance(leaf.sharding, NamedSharding):
-            leaf = jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, PartitionSpec()))
-        return np.asarray(leaf)
-
-    return jax.tree.map(values, tree)

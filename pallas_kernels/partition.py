@@ -24,7 +24,11 @@ class Partition:
 
     def rows_of(self, size: int) -> tuple[str, ...]:
         """The axes that split a leading axis of activations of this size: `rows`, or none where they do not divide."""
-        return () if size % math.prod(self.mesh.shape[axis] for axis in self.rows) else self.rows
+        return () if size % self.devices(self.rows) else self.rows
+
+    def devices(self, axes: tuple[str, ...]) -> int:
+        """Over how many devices these mesh axes split."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
 
 
 def map_rows[Out](function: Callable[[jax.Array], Out], x: jax.Array, partition: Partition | None) -> Out:

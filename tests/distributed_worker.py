@@ -12,7 +12,7 @@ import numpy as np
 from watched_reads import assert_only_own_slices_were_read, watched_reads
 
 import dspark_jax
-from dspark_jax.sharding import fetch
+from dspark_jax.placement import fetch
 
 DEVICES = 2  # of each process
 MESHES = {"experts": dict(expert=2, tensor=2), "sequences": dict(data=2, tensor=2)}  # the first axis spans processes
@@ -42,7 +42,7 @@ def main(address: str, processes: str, number: str, checkpoint: str, ids: str, o
             model = dspark_jax.load(checkpoint, mesh=dspark_jax.make_mesh(**shape))
         found[f"{name}/unread"] = np.array(assert_only_own_slices_were_read(model, reads))
         found |= {f"{name}/{key}": values for key, values in results(model, np.load(ids)).items()}
-    found |= {f"{name}/{key}": values for key, values in completions(model, np.load(ids)).items()}
+        found |= {f"{name}/{key}": values for key, values in completions(model, np.load(ids)).items()}
     alone = dspark_jax.load(checkpoint, parts=("drafter",))
     assert alone.vocabulary.embed[...].devices() == {jax.local_devices()[0]}
     np.savez(Path(out), **found)

@@ -27,7 +27,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("config", "formats"),
     ("model",),
-    ("checkpoint", "sharding", "chat"),
+    ("checkpoint", "sharding", "placement", "chat"),
     ("decoding",),
     ("training", "evaluation", "crosscheck", "jobs", "bench"),
     ("__init__",),

@@ -74,6 +74,7 @@ AGAINST_FIELDS = {
     "first_difference": type(None),
 }
 GENERATE_FIELDS = {
+    "mesh": type(None),
     "checkpoint": str,
     "numerics": str,
     "device": str,

@@ -212,8 +212,7 @@ def test_caches_and_devices_of_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts.weight_bytes_per_device(entries, 4) == whole - experts + experts // 4
 
     million = facts.cache_bytes(config, 2**20)
-    room = 5 / 4 * 2**20  # a step more than the context takes the next capacity
-    entry_bytes = room * (21 / 4 * (512 + 128) + 20 / 128 * 512) * 2  # CSA with indexer, HCA
+    entry_bytes = 2**20 * (21 / 4 * (512 + 128) + 20 / 128 * 512) * 2  # CSA with indexer, HCA
     assert entry_bytes < million < 1.01 * entry_bytes
 
     monkeypatch.setattr(facts, "device_memory", lambda devices: 150_000_000_000)

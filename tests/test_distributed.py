@@ -80,13 +80,14 @@ def test_every_process_has_the_numbers_of_one(
             assert difference <= 1e-5 * np.abs(values).max(), name
 
 
+@pytest.mark.parametrize("mesh", MESHES)
 def test_every_process_completes_prompts_as_one_does(
-    folder: Path, alone: dspark_jax.Model, found: list[Results]
+    mesh: str, folder: Path, alone: dspark_jax.Model, found: list[Results]
 ) -> None:
     expected = completions(alone, np.load(folder / "ids.npy"))["tokens"]
     assert expected.shape == (2, 16)
     for process in found:
-        np.testing.assert_array_equal(process["sequences/tokens"], expected)
+        np.testing.assert_array_equal(process[f"{mesh}/tokens"], expected)
 
 
 def test_processes_have_the_same_bits(found: list[Results]) -> None:

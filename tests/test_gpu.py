@@ -18,13 +18,13 @@ from dspark_jax import Request
 from dspark_jax.bench.generate import RUNS, Workload, bench_generate
 from dspark_jax.config import ModelConfig
 from dspark_jax.crosscheck.compare import compare
-from dspark_jax.decoding.generate import finish, start
+from dspark_jax.decoding.programs import finish, start
 from dspark_jax.decoding.sampling import Sampling
 from dspark_jax.formats import e4m3, mxfp4
 from dspark_jax.model.indexer import top_entries
 from dspark_jax.model.model import Model
 from dspark_jax.model.numerics import PRESETS
-from dspark_jax.sharding import fetch
+from dspark_jax.placement import fetch
 from pallas_kernels.block_scaled import BlockScaled
 
 TINY_A = GOLDEN / "tiny-a"
@@ -178,7 +178,7 @@ def begin(model: Model) -> tuple:
     tokens[:, :PROMPT] = np.random.default_rng(1).integers(0, 129280, (BATCH, PROMPT))
     lengths = jnp.asarray([PROMPT, PROMPT - 87], jnp.int32)
     setting = model.setting(CAPACITY)
-    return setting, start(model, setting, jnp.asarray(tokens), lengths, 256)
+    return setting, start(model, setting, jnp.asarray(tokens), lengths)
 
 
 def settings(draft_tokens: int, **columns: float) -> Sampling:

@@ -19,12 +19,12 @@ from tiny_configs import CONFIGS
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import dspark_jax
-from dspark_jax import Request, RequestError
+from dspark_jax import RequestError
 from dspark_jax.config import ModelConfig
 from dspark_jax.decoding.generate import Completion
 from dspark_jax.decoding.statistics import Counters, Statistics
 from dspark_jax.jobs.prompts import Job, PromptReader
-from dspark_jax.jobs.results import Results, record_of
+from dspark_jax.jobs.results import Results
 from dspark_jax.jobs.text import Text
 from dspark_jax.model.model import abstract_model
 from dspark_jax.model.numerics import PRESETS
@@ -45,7 +45,7 @@ def lines(tmp_path: Path) -> Lines:
 @pytest.fixture(scope="module")
 def reader(folder: Path) -> PromptReader:
     model = abstract_model(ModelConfig.from_file(folder / "config.json"), PRESETS["float32"])
-    return PromptReader(Request((), seed=10), 1, "high", Text.of(folder), model, "float32")
+    return PromptReader({"seed": 10}, 1, "high", Text.of(folder), model)
 
 
 # What a line may say -------------------------------------------------------------------------------------------------
@@ -85,6 +85,10 @@ def test_lines_have_settings_of_their_own(reader: PromptReader, lines: Lines) ->
         ({"id": 2, "prompt_ids": [1], "samples": 0}, "line 2: samples is 0; expected an integer of at least 1."),
         ({"id": 2, "prompt_ids": [1], "stop_ids": [-1]}, "line 2: stop_ids: token id -1 is outside"),
         ({"id": 2, "messages": []}, "line 2: "),
+        ({"id": 2, "prompt_ids": [1], "max_new_tokens": 10**9}, "line 2: .* 1000000001 positions; expected at most"),
+        ({"id": 2, "prompt_ids": [1], "temperature": 10**400}, "line 2: temperature is 1"),
+        ('{"id": 2, "prompt": ' + "[" * 100_000, "line 2: is no JSON"),
+        ('{"id": "\\ud800", "prompt": "w1"}', "line 2: is no JSON"),
     ],
 )
 def test_a_line_that_cannot_be_is_named(reader: PromptReader, lines: Lines, row: Any, complaint: str) -> None:
@@ -114,10 +118,13 @@ def jobs(reader: PromptReader) -> list[Job]:
     return [job for name in "abc" for job in reader.jobs_of(name, {"prompt_ids": [1, 2]})]
 
 
+COMMON = {"numerics": "float32"}
+
+
 def append(path: Path, jobs: list[Job], text: Text) -> None:
-    with Results(path) as results:
+    with Results(path, COMMON) as results:
         for job in results.missing(jobs):
-            results.append(record_of(job, completion(7, 1), text))
+            results.append(job, completion(7, 1), text)
 
 
 def test_a_torn_last_line_is_written_again(reader: PromptReader, jobs: list[Job], tmp_path: Path) -> None:
@@ -144,6 +151,11 @@ def test_output_of_another_job_is_refused_and_kept(reader: PromptReader, jobs: l
     ):
         with pytest.raises(RequestError, match=complaint):
             append(path, others, reader.text)
+    with (
+        Results(path, {"numerics": "bfloat16"}) as results,
+        pytest.raises(RequestError, match="numerics 'float32' and"),
+    ):
+        results.missing(jobs)
     assert path.read_bytes() == whole
     for foreign in ('{"id": 1}\n', '{"id": 1}\n{"id": ', "a file without a newline", "\n"):
         path.write_text(foreign)
@@ -152,29 +164,27 @@ def test_output_of_another_job_is_refused_and_kept(reader: PromptReader, jobs: l
         assert path.read_text() == foreign
 
 
-def test_text_with_separators_of_lines_stays_on_its_line(jobs: list[Job], tmp_path: Path) -> None:
+def test_text_with_separators_of_lines_stays_on_its_line(reader: PromptReader, tmp_path: Path) -> None:
+    jobs = [job for name in ("a\u2028b\u0085c", "d\r\x0be\n", "f") for job in reader.jobs_of(name, {"prompt_ids": [1]})]
     path = tmp_path / "out.jsonl"
-    with Results(path) as results:
-        for job in jobs[:2]:
-            record = {"id": job.key[0], "sample": 0, "text": "a\u2028b\u0085c\r\x0bd\n", "settings": job.settings()}
-            results.append(record)
-    with Results(path) as results:
-        assert [job.key for job in results.missing(jobs)] == [("c", 0)]
+    append(path, jobs[:2], reader.text)
+    with Results(path, COMMON) as results:
+        assert results.missing(jobs) == jobs[2:]
 
 
 def test_a_second_writer_is_refused(reader: PromptReader, jobs: list[Job], tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    with Results(path), pytest.raises(RequestError, match="is being written by another job"):
+    with Results(path, COMMON), pytest.raises(RequestError, match="is being written by another job"):
         append(path, jobs, reader.text)
     append(path, jobs, reader.text)
     with pytest.raises(RequestError, match="cannot be opened"):
-        Results(tmp_path)
+        Results(tmp_path, COMMON)
 
 
 def test_numbers_that_json_lacks_become_null(reader: PromptReader, jobs: list[Job], tmp_path: Path) -> None:
     broken = Completion([7], "not_finite", completion().statistics, [float("nan")], [float("-inf")])
-    with Results(tmp_path / "out.jsonl") as results:
-        results.append(record_of(jobs[0], broken, reader.text))
+    with Results(tmp_path / "out.jsonl", COMMON) as results:
+        results.append(jobs[0], broken, reader.text)
     row = json.loads((tmp_path / "out.jsonl").read_text())
     assert (row["finish_reason"], row["target_logprobs"], row["drawn_logprobs"]) == ("not_finite", [None], [None])
 

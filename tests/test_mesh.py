@@ -28,16 +28,8 @@ from dspark_jax.model.model import abstract_model
 from dspark_jax.model.numerics import PRESETS
 from dspark_jax.model.rows import Rows, Setting
 from dspark_jax.model.target import lm_logits, target_step
-from dspark_jax.sharding import (
-    constrain_rows,
-    fetch,
-    mesh_axes,
-    partition_of,
-    place_copies,
-    place_rows,
-    row_sharding,
-    sharding_of,
-)
+from dspark_jax.placement import constrain_rows, fetch, partition_of, place_copies, place_rows, row_sharding
+from dspark_jax.sharding import mesh_axes, sharding_of
 from pallas_kernels.block_scaled import BlockScaled
 from pallas_kernels.mxfp4_experts import Matrices, mxfp4_experts
 from pallas_kernels.mxfp4_experts.reference import mxfp4_experts as reference

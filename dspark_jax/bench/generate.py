@@ -11,15 +11,16 @@ import jax
 import numpy as np
 
 from dspark_jax.bench.ceiling import copy_bandwidth, plain_step_bytes
-from dspark_jax.decoding.generate import Completions, check_drafter, finish, pack, start
-from dspark_jax.decoding.generation import PREFILL_CHUNK, Generation
+from dspark_jax.decoding.generate import Completions
+from dspark_jax.decoding.generation import Generation
+from dspark_jax.decoding.programs import check_drafter, finish, pack, start
 from dspark_jax.decoding.request import Request, check_requests, sampling_of, stop_slots
 from dspark_jax.decoding.sampling import Sampling
 from dspark_jax.decoding.state import bucket
 from dspark_jax.decoding.statistics import Statistics
-from dspark_jax.errors import RequestError
+from dspark_jax.errors import RequestError, check_count
 from dspark_jax.model.model import Model
-from dspark_jax.sharding import fetch, place_rows, setting_of
+from dspark_jax.placement import fetch, place_rows, setting_of
 
 RUNS = ("plain", "plain_width_1", "speculative")
 
@@ -57,8 +58,8 @@ class Workload:
         """
         for name in ("batch_size", "prompt_tokens", "max_new_tokens", "draft_tokens", "repeats"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise RequestError(f"{name} is {value}; expected an integer of at least 1.")
+            if value is not None:
+                check_count(value, name)
 
     def requests(self, model: Model, draft_tokens: int | None) -> list[Request]:
         """The checked requests.
@@ -83,7 +84,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Run:
+class TimedRun:
     """One way to decode, timed. A step is a round of the whole batch.
 
     Attributes:
@@ -158,7 +159,8 @@ class GenerateReport:
     """Three runs in one process, their repetitions taking turns.
 
     Attributes:
-        device: kind of the device.
+        device: kind of the devices.
+        mesh: sizes of the mesh axes over which the model is split; None on one device.
         workload: what was generated.
         capacity: positions of the caches.
         plain: no drafts, in the program of the speculative run.
@@ -166,16 +168,17 @@ class GenerateReport:
         speculative: with drafts.
         against_plain: whose greedy tokens must be the same.
         against_plain_width_1: the fastest that plain decoding can be here.
-        plain_step_bytes: of weights that a plain step must read; see `plain_step_bytes`.
-        copy_bytes_per_second: of a large copy on the device in this process.
+        plain_step_bytes: of weights that each device must read in a plain step; see `plain_step_bytes`.
+        copy_bytes_per_second: of a large copy on one device in this process.
     """
 
     device: str
+    mesh: dict[str, int] | None
     workload: Workload
     capacity: int
-    plain: Run
-    plain_width_1: Run
-    speculative: Run
+    plain: TimedRun
+    plain_width_1: TimedRun
+    speculative: TimedRun
     against_plain: Against
     against_plain_width_1: Against
     plain_step_bytes: float
@@ -191,7 +194,7 @@ class GenerateReport:
         """Of a plain step that does nothing but read its weights, as fast as a copy."""
         return self.plain_step_bytes / self.copy_bytes_per_second
 
-    def speed_per_ceiling(self, run: Run) -> float:
+    def speed_per_ceiling(self, run: TimedRun) -> float:
         """The share of that ceiling that a plain run reaches."""
         return self.least_step_seconds / run.step_seconds
 
@@ -236,6 +239,7 @@ def bench_generate(model: Model, workload: Workload, progress: Progress) -> Gene
     greedy = bool(sampling_of(plain, 1).greedy.all())
     return GenerateReport(
         device=jax.devices()[0].device_kind,
+        mesh=dict(partition.mesh.shape) if (partition := wide.setting.partition) else None,
         workload=workload,
         capacity=wide.capacity,
         **runs,
@@ -262,7 +266,7 @@ class Programs:
         self.setting = setting_of(model, self.capacity)
         self.prompts = self._placed(pack([request.prompt for request in requests], self.capacity))
         began = time.perf_counter()
-        prefill = start.lower(model, self.setting, *self.prompts, chunk=min(PREFILL_CHUNK, self.capacity))
+        prefill = start.lower(model, self.setting, *self.prompts)
         self.start = prefill.compile()
         self.finish = finish.lower(model, self.setting, prefill.out_info, self._sampling(requests)).compile()
         self.compile_seconds = time.perf_counter() - began
@@ -284,12 +288,12 @@ class Programs:
         return place_rows(rows, self.setting.partition)
 
 
-def _run(programs: Programs, requests: Sequence[Request], timed: list[Timed]) -> Run:
+def _run(programs: Programs, requests: Sequence[Request], timed: list[Timed]) -> TimedRun:
     generation = timed[-1].generation
-    check_drafter(generation.counters)
     completions = Completions.of(generation)
+    check_drafter(generation)
     rounds = generation.counters.rounds
-    return Run(
+    return TimedRun(
         step_width=programs.model.step_width,
         draft_tokens=requests[0].draft_tokens or 0,
         compile_seconds=programs.compile_seconds,
@@ -303,7 +307,7 @@ def _run(programs: Programs, requests: Sequence[Request], timed: list[Timed]) ->
     )
 
 
-def _against(name: str, runs: dict[str, Run], generations: dict[str, Generation], greedy: bool) -> Against:
+def _against(name: str, runs: dict[str, TimedRun], generations: dict[str, Generation], greedy: bool) -> Against:
     plain, speculative = runs[name], runs["speculative"]
     cost = speculative.step_seconds / plain.step_seconds
     differs = generations[name].tokens != generations["speculative"].tokens  # [B, S], behind the budget zeros

@@ -112,7 +112,8 @@ def generate(
 def print_generate(report: GenerateReport) -> None:
     """A column for each way to decode, and what follows for speculation."""
     w, runs = report.workload, [report.plain, report.plain_width_1, report.speculative]
-    RESULT.print(f"{w.batch_size} x ({w.prompt_tokens} + {w.max_new_tokens}) tokens on {report.device}")
+    mesh = ", mesh of " + " x ".join(f"{axis} {size}" for axis, size in report.mesh.items()) if report.mesh else ""
+    RESULT.print(f"{w.batch_size} x ({w.prompt_tokens} + {w.max_new_tokens}) tokens on {report.device}{mesh}")
     RESULT.print(f"median of {w.repeats}; decoding is timed without prefill and compilation\n", style="dim")
     table = _table("", "plain", "plain at width 1", "speculative")
     for name, told in (

@@ -259,7 +259,7 @@ def weight_bytes_per_device(entries: tuple[Entry, ...], devices: int) -> int:
 
 def cache_bytes(config: ModelConfig, positions: int) -> int:
     """Bytes of target and drafter caches for one sequence of up to `positions`, as the decoding loop lays them out."""
-    numerics, capacity = numerics_of(NUMERICS), bucket(positions + config.step_width)
+    numerics, capacity = numerics_of(NUMERICS), bucket(positions)
     target = jax.eval_shape(partial(target_cache, config, numerics, 1, capacity, config.step_width))
     drafter = jax.eval_shape(partial(drafter_cache, config, numerics, 1))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((target, drafter)))

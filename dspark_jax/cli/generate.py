@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,11 +13,12 @@ from rich.table import Table
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from dspark_jax import chat
+from dspark_jax.checkpoint.fingerprint import fingerprint
 from dspark_jax.cli.options import ONE_DEVICE, UNLESS_ASKED, Decoding, Devices, Loading
 from dspark_jax.cli.terminal import RESULT, bytes_bar, completions_bar, print_json, print_warning
 from dspark_jax.config import ModelConfig
 from dspark_jax.decoding.generate import Completion
-from dspark_jax.decoding.request import check_request
+from dspark_jax.decoding.request import Request, check_request
 from dspark_jax.decoding.statistics import Statistics
 from dspark_jax.decoding.stream import stream
 from dspark_jax.errors import NotFiniteError, RequestError
@@ -60,26 +61,28 @@ def generate(
         raise RequestError(f"{found}; give exactly one: a text, --prompt-ids 1,2,3, --messages FILE or --prompts FILE.")
     if (prompts is None) != (out is None):
         raise RequestError("--prompts FILE and --out FILE belong together; give both, or neither.")
+    if prompts and out and prompts.resolve() == out.resolve():
+        raise RequestError(f"{out}: holds the prompts; name another file for the completions.")
     config = ModelConfig.from_file(loading.checkpoint / "config.json")
     abstract = abstract_model(config, numerics_of(loading.numerics))
     text = Text.of(loading.checkpoint)
-    settings = check_request(replace(decoding.request(), prompt=[0]), abstract, "prompt")
-    reader = PromptReader(settings, decoding.samples, decoding.thinking, text, abstract, loading.numerics)
-    run = Run(loading, devices, decoding.logprobs, text, json)
+    check_request(Request([0], **decoding.settings()), abstract, "prompt")  # so that no line of a file is blamed
+    reader = PromptReader(decoding.settings(), decoding.samples, decoding.thinking, text, abstract)
+    session = Session(loading, devices, decoding.logprobs, text, json)
     if prompts and out:
         jobs, ignored = reader.read(prompts)
         if ignored:
             print_warning(f"{prompts}: the fields {', '.join(ignored)} mean nothing here.")
-        return run.file(jobs, out, batch_size)
+        return session.file(jobs, out, batch_size)
     if messages:
         row: dict[str, Any] = {"messages": chat.read_messages(messages)}
     else:
         row = {"prompt_ids": _parse_ids(prompt_ids)} if prompt_ids else {"prompt": prompt}
-    return run.prompt(reader.jobs_of(0, row))
+    return session.prompt(reader.jobs_of(0, row))
 
 
 @dataclass(frozen=True)
-class Run:
+class Session:
     """Jobs on their way through a model to the screen or a file."""
 
     loading: Loading
@@ -87,6 +90,11 @@ class Run:
     logprobs: bool
     text: Text
     json: bool
+
+    def common(self) -> dict[str, Any]:
+        """What every completion depends on, and is recorded with."""
+        model = fingerprint(self.loading.checkpoint)
+        return {"model": model, "numerics": self.loading.numerics, "logprobs": self.logprobs}
 
     def prompt(self, jobs: Sequence[Job]) -> int:
         """Completes the samples of one prompt and prints them."""
@@ -98,7 +106,7 @@ class Run:
         if broken:
             raise NotFiniteError(f"the target's logits are not finite for samples {broken}; check its weights.")
         for job, completion in zip(jobs, completions, strict=True):
-            record = record_of(job, completion, self.text)
+            record = record_of(job, completion, self.text, self.common())
             if self.json:
                 extra = {"checkpoint": str(self.loading.checkpoint), "seconds_with_compilation": seconds}
                 print_json({name: value for name, value in record.items() if name != "id"} | extra)
@@ -112,10 +120,10 @@ class Run:
     def file(self, jobs: Sequence[Job], out: Path, batch_size: int) -> int:
         """Completes what the output file lacks and appends it, line by line."""
         start, parts, tokens, broken = time.perf_counter(), [], 0, []
-        with Results(out) as results:
+        with Results(out, self.common()) as results:
             missing = results.missing(jobs)
             for number, completion in self._complete(missing, batch_size, total=len(jobs)) if missing else ():
-                results.append(record_of(missing[number], completion, self.text))
+                results.append(missing[number], completion, self.text)
                 parts.append(completion.statistics)
                 tokens += len(completion.tokens)
                 if completion.finish_reason == "not_finite":

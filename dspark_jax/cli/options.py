@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from jax.sharding import Mesh
 from tyro.conf import arg
 
 from dspark_jax import chat
 from dspark_jax.checkpoint.load import Progress, load
-from dspark_jax.decoding.request import Request
+from dspark_jax.decoding.request import SETTINGS, Request
 from dspark_jax.model.model import Model
 from dspark_jax.sharding import make_mesh
 
@@ -52,39 +52,30 @@ class Loading:
 class Decoding:
     """How prompts are completed."""
 
-    max_new_tokens: Annotated[int, arg(metavar="N")] = 64
+    max_new_tokens: Annotated[int, arg(metavar="N")] = Request.max_new_tokens
     """Tokens to generate at most; the model's end-of-sequence token stops earlier."""
-    temperature: Annotated[float, arg(metavar="T")] = 0.0
+    temperature: Annotated[float, arg(metavar="T")] = Request.temperature
     """0 decodes greedily."""
-    top_p: Annotated[float, arg(metavar="P")] = 1.0
+    top_p: Annotated[float, arg(metavar="P")] = Request.top_p
     """Samples from the likeliest tokens that together have this share."""
-    top_k: Annotated[int, arg(metavar="K", help_behavior_hint="(default: all)")] = 0
+    top_k: Annotated[int, arg(metavar="K", help_behavior_hint="(default: all)")] = Request.top_k
     """Samples from the K likeliest tokens."""
-    seed: Annotated[int, arg(metavar="S")] = 0
+    seed: Annotated[int, arg(metavar="S")] = Request.seed
     """The same prompt and seed draw the same random numbers in any batch."""
     samples: Annotated[int, arg(metavar="N")] = 1
-    """Completions of each prompt, with seeds S, S + 1, ...; the prompt is run once."""
+    """Completions of each prompt, with seeds S, S + 1, ...; those that start together share its prefill."""
     draft_tokens: Annotated[int | None, arg(metavar="K", help_behavior_hint="(default: the trained block)")] = None
     """Drafts offered in a round; 0 decodes plainly. Greedy tokens are the same whatever it is."""
-    greedy_drafts: bool = False
+    greedy_drafts: bool = Request.greedy_drafts
     """Let the drafter propose its likeliest tokens instead of drawing them: the same distribution, fewer accepted."""
     logprobs: bool = False
     """Record log-probabilities of the new tokens (JSON)."""
     thinking: Annotated[chat.Thinking, arg(help_behavior_hint="(default: high)")] = "high"
     """How long the model reasons before it answers messages."""
 
-    def request(self) -> Request:
-        """These settings without a prompt."""
-        return Request(
-            prompt=(),
-            max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=self.seed,
-            draft_tokens=self.draft_tokens,
-            greedy_drafts=self.greedy_drafts,
-        )
+    def settings(self) -> dict[str, Any]:
+        """Those of every request, by the names of `Request`."""
+        return {name: getattr(self, name) for name in SETTINGS if hasattr(self, name)}
 
 
 UNLESS_ASKED = Decoding()

@@ -1,7 +1,5 @@
 """What the commands share: where output goes, progress on stderr, one-line warnings and errors."""
 
-import json
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,7 +20,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from dspark_jax.decoding.stream import Progress
+from dspark_jax.decoding.stream import StreamProgress
+from dspark_jax.jobs.json_lines import to_line
 
 RESULT = Console(highlight=False)
 STATUS = Console(stderr=True, highlight=False)
@@ -32,15 +31,7 @@ _DESCRIPTION = TextColumn("{task.description}", markup=False)
 
 def print_json(value: Any) -> None:
     """Prints one JSON value on stdout; what JSON has no number for (NaN, infinity) becomes null."""
-    print(json.dumps(_finite(value), ensure_ascii=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+    print(to_line(value))
 
 
 def print_error(sentence: str) -> None:
@@ -82,16 +73,16 @@ def steps_bar(what: str) -> Iterator[Callable[[str, int, int], None]]:
 
 
 @contextmanager
-def completions_bar(what: str, done: int, total: int) -> Iterator[Callable[[Progress], None]]:
+def completions_bar(what: str, done: int, total: int) -> Iterator[Callable[[StreamProgress], None]]:
     """A progress bar of completions, with tokens a second since the first report and accepted length."""
     with _display(BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rates]}")) as bar:
         task = bar.add_task(what, total=total, completed=done, rates="")
-        first: list[tuple[float, int]] = []
+        began: tuple[float, int] | None = None
 
-        def report(progress: Progress) -> None:
+        def report(progress: StreamProgress) -> None:
+            nonlocal began
             now = time.perf_counter()
-            since, tokens = (first or [(now, progress.tokens)])[0]
-            first[:] = [(since, tokens)]
+            began = since, tokens = began or (now, progress.tokens)
             speed = f"{(progress.tokens - tokens) / (now - since):.1f} tokens/s, " if now > since else ""
             rates = f"{speed}accepted length {progress.tokens / max(progress.rounds, 1):.2f}"
             bar.update(task, description="generating", completed=done + progress.completions, rates=rates)

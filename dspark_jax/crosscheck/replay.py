@@ -10,8 +10,7 @@ import numpy as np
 
 from dspark_jax.crosscheck.record import Run
 from dspark_jax.decoding.forward import Forward, forward
-from dspark_jax.decoding.generate import start
-from dspark_jax.decoding.generation import PREFILL_CHUNK
+from dspark_jax.decoding.programs import start
 from dspark_jax.decoding.state import State, bucket
 from dspark_jax.model.cache import TargetCache, drafter_cache
 from dspark_jax.model.drafter import DraftStep, draft_step, main_features, remember
@@ -102,7 +101,7 @@ def feed(model: Model, runs: dict[str, Run]) -> dict[str, Steps]:
     for row, run in zip(tokens, runs.values(), strict=True):
         row[: len(run.ids)] = run.ids
     setting = model.setting(capacity)
-    state = start(model, setting, tokens, lengths, min(PREFILL_CHUNK, capacity))
+    state = start(model, setting, tokens, lengths)
     steps = int((ends - lengths).max()) + 1  # the last token of a prompt is a step, too: prefill stops before it
     logits, taps, picks = jax.tree.map(np.asarray, _feed(model, setting, state, ends, steps))
     return {

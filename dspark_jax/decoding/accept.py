@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from dspark_jax.decoding.sampling import Sampling, Stream, draft_probabilities, draw, target_probabilities, uniforms
 
 NO_MASS = 1e-8  # a residual lighter than this is rounding: p and q are equal
+LEAST_CHANCE = 1e-8  # of a draft, by the drafter: what it drew cannot have been impossible
 
 
 class Proposal(NamedTuple):
@@ -98,7 +99,7 @@ def accept_sampled(
     draft = draft_probabilities(proposal.logits, proposal.ids, sampling)
     row = jnp.arange(proposal.ids.shape[1], dtype=jnp.int32)
     noise = uniforms(keys, position[:, None] + row, Stream.ACCEPT)
-    stands = noise * jnp.maximum(_at(draft, proposal.ids), NO_MASS) < _at(target[:, :-1], proposal.ids)
+    stands = noise * jnp.maximum(_at(draft, proposal.ids), LEAST_CHANCE) < _at(target[:, :-1], proposal.ids)
     accepted = _leading(stands, proposal.offered)
 
     # Behind the last offered draft nothing was proposed, so nothing is taken from what the target may say there.

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.config import ModelConfig
-from dspark_jax.decoding.generation import PREFILL_CHUNK
+from dspark_jax.decoding.loop import PREFILL_CHUNK
 from dspark_jax.decoding.request import check_prompt
 from dspark_jax.decoding.state import bucket
-from dspark_jax.errors import RequestError
+from dspark_jax.errors import RequestError, check_count
 from dspark_jax.model.cache import TargetCache, target_cache
 from dspark_jax.model.model import Model
 from dspark_jax.model.numerics import Numerics
 from dspark_jax.model.rows import Rows, Setting
 from dspark_jax.model.target import Seen, lm_logits, target_step
-from dspark_jax.sharding import constrain_rows, place_rows, setting_of
+from dspark_jax.placement import constrain_rows, place_rows, setting_of
 from pallas_kernels.partition import Partition
 
 
@@ -58,11 +58,9 @@ def forward(model: Model, ids: jax.typing.ArrayLike, internals: bool = False, ch
     if tokens.ndim != 2 or not tokens.shape[0]:
         raise RequestError(f"ids has shape {list(tokens.shape)}; expected [batch, tokens].")
     tokens = np.array([check_prompt(row, model.config.vocab_size, "ids") for row in tokens], np.int32)
-    if not isinstance(chunk, int) or chunk < 1:
-        raise RequestError(f"chunk is {chunk!r}; expected an integer of at least 1.")
     length = tokens.shape[1]
     capacity = bucket(length)
-    width = min(chunk, capacity)
+    width = min(check_count(chunk, "chunk"), capacity)
     setting, steps = setting_of(model, capacity), []
     cache = empty_cache(model.config, model.numerics, len(tokens), capacity, setting.partition)
     for first in range(0, length, width):

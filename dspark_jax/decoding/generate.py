@@ -1,23 +1,20 @@
 """Generation for people: lists of token ids in, lists and statistics out."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from dspark_jax.decoding.generation import PREFILL_CHUNK, Generation
-from dspark_jax.decoding.loop import decode, prefill
-from dspark_jax.decoding.request import KEY, SEEDS, Request, check_requests, sampling_of, stop_slots
-from dspark_jax.decoding.sampling import Sampling
-from dspark_jax.decoding.state import State, bucket, initial_state, pick, settle
-from dspark_jax.decoding.statistics import Counters, Statistics
-from dspark_jax.errors import NotFiniteError, RequestError, SilentDrafterError
+from dspark_jax.decoding.generation import Generation
+from dspark_jax.decoding.programs import check_drafter, finish, pack, start
+from dspark_jax.decoding.request import Request, check_requests, sampling_of, stop_slots
+from dspark_jax.decoding.state import bucket, pick
+from dspark_jax.decoding.statistics import Statistics
+from dspark_jax.errors import NotFiniteError, RequestError, check_count
 from dspark_jax.model.model import Model
-from dspark_jax.model.rows import Setting
-from dspark_jax.sharding import constrain_rows, fetch, place_rows, setting_of
+from dspark_jax.placement import fetch, place_rows, setting_of
 
 FinishReason = Literal["stop", "length", "not_finite"]
 
@@ -99,15 +96,15 @@ class Completions:
 def generate(
     model: Model,
     prompts: Sequence[Sequence[int]],
-    max_new_tokens: int | Sequence[int] = 64,
+    max_new_tokens: int | Sequence[int] = Request.max_new_tokens,
     draft_tokens: int | Sequence[int] | None = None,
     stop_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     *,
-    temperature: float | Sequence[float] = 0.0,
-    top_k: int | Sequence[int] = 0,
-    top_p: float | Sequence[float] = 1.0,
-    seed: int | Sequence[int] = 0,
-    greedy_drafts: bool | Sequence[bool] = False,
+    temperature: float | Sequence[float] = Request.temperature,
+    top_k: int | Sequence[int] = Request.top_k,
+    top_p: float | Sequence[float] = Request.top_p,
+    seed: int | Sequence[int] = Request.seed,
+    greedy_drafts: bool | Sequence[bool] = Request.greedy_drafts,
     samples: int = 1,
     logprobs: bool = False,
 ) -> Completions:
@@ -154,62 +151,23 @@ def generate(
         Request(prompt, **dict(zip(settings, row, strict=True))) for prompt, *row in zip(prompts, *columns, strict=True)
     ]
     generation = run(model, check_requests(requests, model), samples, logprobs)
-    check_drafter(generation.counters)
-    return Completions.of(generation)
+    completions = Completions.of(generation)
+    check_drafter(generation)
+    return completions
 
 
 def run(model: Model, requests: Sequence[Request], samples: int = 1, logprobs: bool = False) -> Generation:
     """Completes checked requests in one batch, `samples` rows for each; arrays on the host."""
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise RequestError(f"samples is {samples!r}; expected an integer of at least 1.")
+    samples = check_count(samples, "samples")
     capacity = bucket(max(request.positions for request in requests))
-    setting, chunk = setting_of(model, capacity), min(PREFILL_CHUNK, capacity)
+    setting = setting_of(model, capacity)
     prompts = place_rows(pack([request.prompt for request in requests], capacity), setting.partition)
-    state = start(model, setting, *prompts, chunk, logprobs)
+    state = start(model, setting, *prompts, logprobs=logprobs)
     if samples > 1:
         state = pick(state, np.repeat(np.arange(len(requests)), samples))
-    rows = [replace(request, seed=(request.seed + s) % SEEDS) for request in requests for s in range(samples)]
+    rows = [request.sample(number) for request in requests for number in range(samples)]
     sampling = place_rows(sampling_of(rows, stop_slots(rows)), setting.partition)
     return fetch(Generation.of(finish(model, setting, state, sampling)))
-
-
-def pack(prompts: Sequence[Sequence[int]], capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts as int32 [B, capacity], zeros behind them, and their lengths, int32 [B]."""
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    tokens = np.zeros((len(prompts), capacity), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    return tokens, lengths
-
-
-@partial(jax.jit, static_argnames=("chunk", "logprobs"))
-def start(
-    model: Model, setting: Setting, tokens: jax.Array, length: jax.Array, chunk: int, logprobs: bool = False
-) -> State:
-    """A prefilled state, compiled once for a batch size, a capacity and a chunk; arguments as for `initial_state`."""
-    state = constrain_rows(initial_state(model, tokens, length, logprobs), setting.partition)
-    return prefill(model, setting, state, chunk)
-
-
-@partial(jax.jit, donate_argnames="state")
-def finish(model: Model, setting: Setting, state: State, sampling: Sampling) -> State:
-    """Decodes a prefilled state to its end, compiled once for a batch size and a capacity."""
-    state = settle(state, sampling, jax.random.key(KEY))
-    return decode(model, setting, constrain_rows(state, setting.partition))
-
-
-def check_drafter(counters: Counters) -> None:
-    """Refuses a drafter that was on and could not draft.
-
-    Raises:
-        SilentDrafterError: it was allowed to draft, and never offered a finite draft.
-    """
-    allowed = int(np.asarray(counters.allowed_rounds).sum())
-    if allowed and not np.any(counters.offered):
-        raise SilentDrafterError(
-            f"the drafter was allowed to offer drafts in {allowed} rounds and offered none: its logits are not "
-            "finite. Check the drafter's weights, or generate with draft_tokens=0."
-        )
 
 
 def _one_for_each(value: Any, name: str, count: int) -> list[Any]:

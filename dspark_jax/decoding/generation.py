@@ -8,17 +8,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dspark_jax.config import ModelConfig
-from dspark_jax.decoding.loop import decode, prefill
+from dspark_jax.decoding.loop import PREFILL_CHUNK, decode, prefill
 from dspark_jax.decoding.sampling import Sampling
-from dspark_jax.decoding.state import LogProbs, State, initial_state, pick, settle
+from dspark_jax.decoding.state import LogProbs, State, initial_state, pick, with_settings
 from dspark_jax.decoding.statistics import Counters
-from dspark_jax.errors import RequestError
+from dspark_jax.errors import RequestError, check_count
 from dspark_jax.model.model import Model
-from dspark_jax.sharding import automatic, constrain_rows, partition_on
+from dspark_jax.placement import constrain_rows, partition_on
+from dspark_jax.sharding import automatic
 
-PREFILL_CHUNK = 256
-
-Run = Callable[[Model, jax.Array, jax.Array, Sampling, jax.Array], "Generation"]
+GenerateFunction = Callable[[Model, jax.Array, jax.Array, Sampling, jax.Array], "Generation"]
 """(weights, prompt ids int32 [P, T], prompt lengths int32 [P], sampling of P * samples rows, key) -> Generation."""
 
 
@@ -73,7 +72,7 @@ def generate_fn(
     samples: int = 1,
     logprobs: bool = False,
     chunk: int = PREFILL_CHUNK,
-) -> Run:
+) -> GenerateFunction:
     """A pure function that completes a batch of prompts, drafting and verifying on the device.
 
     It is `run(weights, prompt_ids, prompt_lengths, sampling, key) -> Generation`, jitted, and may be called inside
@@ -99,8 +98,7 @@ def generate_fn(
             target, prompts longer than the capacity, or leading axes that do not fit together.
     """
     for name, value in (("capacity", capacity), ("samples", samples), ("chunk", chunk)):
-        if not isinstance(value, int) or value < 1:
-            raise RequestError(f"{name} is {value!r}; expected an integer of at least 1.")
+        check_count(value, name)
 
     mesh = automatic(mesh)
     partition = partition_on(mesh, config) if mesh else None
@@ -113,10 +111,10 @@ def generate_fn(
         setting = weights.setting(capacity, partition)
         tokens = jnp.pad(prompt_ids.astype(jnp.int32), [(0, 0), (0, capacity - prompt_ids.shape[1])])
         state = initial_state(weights, tokens, prompt_lengths.astype(jnp.int32), logprobs)
-        state = prefill(weights, setting, constrain_rows(state, partition), min(chunk, capacity))
+        state = prefill(weights, setting, constrain_rows(state, partition), chunk)
         if samples > 1:
             state = pick(state, jnp.repeat(jnp.arange(len(tokens)), samples))
-        state = constrain_rows(settle(state, sampling, key), partition)
+        state = constrain_rows(with_settings(state, sampling, key), partition)
         return Generation.of(decode(weights, setting, state))
 
     return run

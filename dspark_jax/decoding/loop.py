@@ -14,22 +14,25 @@ from dspark_jax.decoding.accept import Proposal, Verdict, accept, commit
 from dspark_jax.decoding.sampling import Stream, draw, target_probabilities, tempered
 from dspark_jax.decoding.state import LogProbs, State
 from dspark_jax.model.cache import DrafterCache, write
-from dspark_jax.model.drafter import draft_step, remember
+from dspark_jax.model.drafter import draft_step, likeliest, remember
 from dspark_jax.model.model import Model
 from dspark_jax.model.rows import Rows, Setting
 from dspark_jax.model.target import lm_logits, target_step
 from dspark_jax.model.weights import Target
-from dspark_jax.sharding import constrain_rows
+from dspark_jax.placement import constrain_rows
+
+PREFILL_CHUNK = 256
 
 
-def prefill(model: Model, setting: Setting, state: State, chunk: int) -> State:
+def prefill(model: Model, setting: Setting, state: State, chunk: int = PREFILL_CHUNK) -> State:
     """Runs the prompts, all but their last tokens, through the target and into the drafter's context.
 
     Args:
         state: as `initial_state` made it.
-        chunk: rows of a step, static. Its bits are promised for one chunk size; any size gives the same values.
+        chunk: rows of a step, static, at most the capacity. Its bits are promised for one chunk size; any size gives
+            the same values.
     """
-    todo = state.length - 1
+    todo, chunk = state.length - 1, min(chunk, state.tokens.shape[1])
 
     def step(number: jax.Array, state: State) -> State:
         first = number * chunk
@@ -91,10 +94,9 @@ def decode_round(model: Model, setting: Setting, state: State) -> State:
     drafter = _remember(model, setting, state.drafter, passed.taps, kept)
 
     cut = commit(verdict, proposal.offered, state.sampling.stop_ids)
-    count = jnp.where(active, cut.tokens, 0)
+    length = state.length + jnp.where(active, cut.tokens, 0)
     slots = state.length[:, None] + jnp.arange(ids.shape[1], dtype=jnp.int32)
-    new = slots < (state.length + count)[:, None]
-    length = state.length + count
+    new = slots < length[:, None]
     state = replace(
         state,
         tokens=write(state.tokens, slots, verdict.tokens, new),
@@ -124,14 +126,13 @@ def _propose(model: Model, setting: Setting, state: State, anchor: jax.Array, al
     drafter, sampling = model.drafter, state.sampling
 
     def choose(logits: jax.Array, slot: jax.Array) -> jax.Array:
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        greedy = sampling.greedy | sampling.greedy_drafts
+        best = likeliest(logits, slot)
 
-        def sampled() -> jax.Array:
-            drawn = draw(state.keys, state.length + slot, Stream.DRAFT, tempered(logits, sampling))
-            return jnp.where(greedy, best, drawn)
+        def drawn() -> jax.Array:
+            ids = draw(state.keys, state.length + slot, Stream.DRAFT, tempered(logits, sampling))
+            return jnp.where(sampling.draws_drafts, ids, best)
 
-        return jax.lax.cond(jnp.all(greedy), lambda: best, sampled)
+        return jax.lax.cond(jnp.any(sampling.draws_drafts), drawn, lambda: best)
 
     def draft() -> Proposal:
         step = draft_step(
@@ -152,6 +153,7 @@ def _log(state: State, logits: jax.Array, verdict: Verdict, slots: jax.Array, ne
     def of_tokens(values: jax.Array) -> jax.Array:
         return jnp.take_along_axis(values, verdict.tokens[..., None], axis=-1)[..., 0]
 
+    # A second time after `accept`, whose probabilities exist only in batches that sample; nobody pays unless they ask.
     drawn = jnp.log(of_tokens(target_probabilities(logits, state.sampling)))
     return LogProbs(
         write(state.logprobs.target, slots, of_tokens(jax.nn.log_softmax(logits, axis=-1)), new),

@@ -1,11 +1,10 @@
 """What a caller may ask for, checked: every refusal is a sentence, before anything is compiled."""
 
 import logging
-import math
 import operator
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from dspark_jax.model.model import Model
 _log = logging.getLogger(__name__)
 
 POSITION_LIMIT = 1 << 24  # RoPE angles are float32 products; beyond this, positions are no longer exact
+LARGEST_NUMBER = float(np.finfo(np.float32).max)
 STOP_SLOTS = 8  # stop ids are padded to a multiple of this, so that their number compiles nothing
 SEEDS = 1 << 32
 KEY = 0  # of the key that all seeds are folded into, so that a seed alone names a random sequence
@@ -50,10 +50,17 @@ class Request:
     greedy_drafts: bool = False
     stop_ids: Sequence[int] | None = None
 
+    def sample(self, number: int) -> "Request":
+        """Another completion of the same prompt: seed + number."""
+        return replace(self, seed=(self.seed + number) % SEEDS)
+
     @property
     def positions(self) -> int:
         """Positions that prompt and completion need."""
         return len(self.prompt) + self.max_new_tokens
+
+
+SETTINGS = tuple(field.name for field in fields(Request) if field.name != "prompt")
 
 
 def check_requests(requests: Sequence[Request], model: Model) -> list[Request]:
@@ -71,16 +78,18 @@ def check_requests(requests: Sequence[Request], model: Model) -> list[Request]:
         raise RequestError("there is no prompt; pass at least one list of token ids.")
     checked = [check_request(request, model, f"prompt {number}") for number, request in enumerate(requests)]
     longest, trained = max(request.positions for request in checked), model.config.max_position_embeddings
-    if longest > POSITION_LIMIT:
-        raise RequestError(f"prompt and max_new_tokens make {longest} positions; expected at most {POSITION_LIMIT}.")
     if longest > trained:
         _log.warning("prompt and max_new_tokens make %d positions; the model was made for %d", longest, trained)
     return checked
 
 
 def check_request(request: Request, model: Model, what: str) -> Request:
-    """One request, checked but for its length; `what` names its prompt."""
-    return replace(
+    """One request, checked; `what` names its prompt.
+
+    Raises:
+        RequestError: a value that cannot be.
+    """
+    checked = replace(
         request,
         prompt=check_prompt(request.prompt, model.config.vocab_size, what),
         max_new_tokens=_integer(request.max_new_tokens, "max_new_tokens"),
@@ -92,6 +101,11 @@ def check_request(request: Request, model: Model, what: str) -> Request:
         greedy_drafts=_flag(request.greedy_drafts, "greedy_drafts"),
         stop_ids=_stop_ids(request.stop_ids, model),
     )
+    if checked.positions > POSITION_LIMIT:
+        raise RequestError(
+            f"prompt and max_new_tokens make {checked.positions} positions; expected at most {POSITION_LIMIT}."
+        )
+    return checked
 
 
 def stop_slots(requests: Sequence[Request]) -> int:
@@ -109,17 +123,8 @@ def sampling_of(requests: Sequence[Request], slots: int) -> Sampling:
     stops = np.full((len(requests), slots), -1, np.int32)
     for row, request in zip(stops, requests, strict=True):
         row[: len(request.stop_ids or ())] = request.stop_ids or ()
-    return Sampling.of(
-        len(requests),
-        temperature=column("temperature"),
-        top_k=column("top_k"),
-        top_p=column("top_p"),
-        seed=column("seed"),
-        max_new_tokens=column("max_new_tokens"),
-        draft_tokens=column("draft_tokens"),
-        greedy_drafts=column("greedy_drafts"),
-        stop_ids=stops,
-    )
+    columns = {name: column(name) for name in SETTINGS if name != "stop_ids"}
+    return Sampling.of(len(requests), stop_ids=stops, **columns)
 
 
 def check_ids(ids: Any, vocabulary: int, what: str) -> list[int]:
@@ -159,7 +164,7 @@ def _integer(value: Any, name: str, largest: int | None = None) -> int:
 
 def _number(value: Any, name: str, largest: float | None = None) -> float:
     real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    if not real or not math.isfinite(value) or not 0 <= value <= (largest or value):
+    if not real or not 0 <= value <= (largest or LARGEST_NUMBER):
         raise RequestError(f"{name} is {value!r}; expected a number {_bounds(largest)}.")
     return float(value)
 

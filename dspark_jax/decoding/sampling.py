@@ -92,15 +92,20 @@ class Sampling:
         """bool [B]."""
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def draws_drafts(self) -> jax.Array:
+        """bool [B], whether drafts are drawn; where not, the distribution they come from is one-hot."""
+        return ~(self.greedy | self.greedy_drafts)
+
 
 def target_probabilities(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """What a sequence samples from: float32 logits [B, T, V] -> probabilities [B, T, V], one-hot where it is greedy."""
     greedy = sampling.greedy[:, None, None]
     cut = ~greedy & ((sampling.top_k > 0) | (sampling.top_p < 1))[:, None, None]
-    whole = softmax(logits, sampling)
-    truncated = jax.lax.cond(jnp.any(cut), truncate, lambda whole, _: whole, whole, sampling)
+    whole = _softmax(logits, sampling)
+    truncated = jax.lax.cond(jnp.any(cut), _truncate, lambda whole, _: whole, whole, sampling)
     sampled = jnp.where(cut, truncated, whole)  # renormalising a whole row would let its neighbours decide its last bit
-    return jnp.where(greedy, one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1]), sampled)
+    return jnp.where(greedy, _one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1]), sampled)
 
 
 def draft_probabilities(logits: jax.Array, drafts: jax.Array, sampling: Sampling) -> jax.Array:
@@ -108,11 +113,11 @@ def draft_probabilities(logits: jax.Array, drafts: jax.Array, sampling: Sampling
 
     It is not truncated: a draft that the target may not emit is rejected.
     """
-    chosen = (sampling.greedy | sampling.greedy_drafts)[:, None, None]
-    return jnp.where(chosen, one_hot(drafts, logits.shape[-1]), softmax(logits, sampling))
+    drawn = sampling.draws_drafts[:, None, None]
+    return jnp.where(drawn, _softmax(logits, sampling), _one_hot(drafts, logits.shape[-1]))
 
 
-def softmax(logits: jax.Array, sampling: Sampling) -> jax.Array:
+def _softmax(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """Softmax of float32 [B, T, V] at each sequence's temperature."""
     return jax.nn.softmax(tempered(logits, sampling), axis=-1)
 
@@ -123,12 +128,12 @@ def tempered(logits: jax.Array, sampling: Sampling) -> jax.Array:
     return logits / temperature.reshape(-1, *[1] * (logits.ndim - 1))
 
 
-def one_hot(ids: jax.Array, size: int) -> jax.Array:
+def _one_hot(ids: jax.Array, size: int) -> jax.Array:
     """int [...] -> float32 [..., size]."""
     return jax.nn.one_hot(ids, size, dtype=jnp.float32)
 
 
-def truncate(probabilities: jax.Array, sampling: Sampling) -> jax.Array:
+def _truncate(probabilities: jax.Array, sampling: Sampling) -> jax.Array:
     """Top-k, then top-p on what it left, renormalised: [B, T, V] -> [B, T, V]."""
     top_k = jnp.where(sampling.top_k > 0, sampling.top_k, probabilities.shape[-1])[:, None, None]
     kept = _keep_likeliest(probabilities, jnp.ones_like(probabilities), top_k.astype(jnp.float32))
@@ -146,12 +151,12 @@ def _keep_likeliest(probabilities: jax.Array, weights: jax.Array, need: jax.Arra
     bits = jax.lax.bitcast_convert_type(probabilities, jnp.int32)
     largest = jnp.max(bits, axis=-1, keepdims=True)
 
-    def settle(number: jax.Array, cut: jax.Array) -> jax.Array:
+    def try_bit(number: jax.Array, cut: jax.Array) -> jax.Array:
         tried = cut | jnp.left_shift(jnp.int32(1), 30 - number)
         enough = jnp.sum(jnp.where(bits >= tried, weights, 0), axis=-1, keepdims=True) >= need
         return jnp.where(enough, tried, cut)
 
-    cut = jax.lax.fori_loop(0, 31, settle, jnp.zeros_like(largest))
+    cut = jax.lax.fori_loop(0, 31, try_bit, jnp.zeros_like(largest))
     return jnp.where(bits >= jnp.minimum(cut, largest), probabilities, 0)
 
 

@@ -66,10 +66,11 @@ class State:
 
 
 def initial_state(model: Model, tokens: jax.Array, length: jax.Array, logprobs: bool = False) -> State:
-    """The state before prefill: prompts committed, caches empty, no budget to spend until `settle` gives one.
+    """The state before prefill: prompts committed, caches empty, no budget to spend until `with_settings` gives one.
 
     Args:
-        tokens: int32 [B, S]; S is the capacity: prompt and new tokens together fit in it.
+        tokens: int32 [B, S]; S is the capacity: prompt and new tokens together fit in it. It needs no room for a step
+            more, since rows beyond the budget are dead and write nothing.
         length: int32 [B], prompt lengths, at least 1: the last token of a prompt is the first anchor.
         logprobs: whether to keep them.
     """
@@ -91,7 +92,7 @@ def initial_state(model: Model, tokens: jax.Array, length: jax.Array, logprobs: 
     )
 
 
-def settle(state: State, sampling: Sampling, key: jax.Array) -> State:
+def with_settings(state: State, sampling: Sampling, key: jax.Array) -> State:
     """A prefilled state with the settings of its sequences; `key` is a random key, the same for all."""
     state = replace(state, sampling=sampling, keys=row_keys(key, sampling.seed))
     return replace(state, done=state.length >= state.limit)
@@ -107,7 +108,15 @@ def insert(state: State, rows: ArrayLike, new: State) -> State:
     return jax.tree.map(lambda leaf, other: leaf.at[rows].set(other, mode="drop", unique_indices=True), state, new)
 
 
-def bucket(length: int, smallest: int = 64) -> int:
+SMALLEST_CAPACITY = 64
+
+
+def bucket(length: int) -> int:
     """The capacity for `length` positions: at most a quarter more, in few sizes, so that few programs are compiled."""
-    step = max(smallest, 1 << max(length.bit_length() - 3, 0))
+    step = max(SMALLEST_CAPACITY, 1 << max(length.bit_length() - 3, 0))
     return -(-length // step) * step
+
+
+def coarse_bucket(length: int) -> int:
+    """The capacity for `length` positions where sequences of many lengths share it: the next power of two."""
+    return max(SMALLEST_CAPACITY, 1 << (length - 1).bit_length())

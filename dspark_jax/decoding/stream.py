@@ -13,23 +13,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.decoding.generate import Completion, check_drafter, pack, start
-from dspark_jax.decoding.generation import PREFILL_CHUNK, Generation
+from dspark_jax.decoding.generate import Completion
+from dspark_jax.decoding.generation import Generation
 from dspark_jax.decoding.loop import decode
+from dspark_jax.decoding.programs import check_drafter, pack, start
 from dspark_jax.decoding.request import KEY, Request, check_requests, sampling_of, stop_slots
 from dspark_jax.decoding.sampling import Sampling
-from dspark_jax.decoding.state import State, initial_state, insert, pick, settle
-from dspark_jax.errors import RequestError
+from dspark_jax.decoding.state import State, coarse_bucket, initial_state, insert, pick, with_settings
+from dspark_jax.errors import check_count
 from dspark_jax.model.model import Model
 from dspark_jax.model.rows import Setting
-from dspark_jax.sharding import constrain_rows, fetch, place_rows, setting_of
+from dspark_jax.placement import constrain_rows, fetch, place_rows, setting_of
 
 PREFILL_ROWS = 4  # prompts that are prefilled together
 ROUNDS = 32  # of decoding between two looks at what has finished
-SMALLEST = 64
 
 
-class Progress(NamedTuple):
+class StreamProgress(NamedTuple):
     """How far a stream is, running sequences included.
 
     Attributes:
@@ -48,13 +48,13 @@ def stream(
     requests: Sequence[Request],
     batch_size: int = 8,
     logprobs: bool = False,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[StreamProgress], None] | None = None,
 ) -> Iterator[tuple[int, Completion]]:
     """Completes any number of requests, `batch_size` at a time.
 
     Requests of similar size run in one batch, whose capacity is the next power of two; each capacity compiles its
     programs once. A completion depends on its request, the batch size and the capacity, not on its neighbours nor on
-    when it was started. Neighbouring requests with one prompt (several samples) share its prefill.
+    when it was started. Requests with one prompt (several samples) that start together share its prefill.
 
     Args:
         model: with a target; without a drafter decoding is plain.
@@ -70,27 +70,29 @@ def stream(
         RequestError: a batch size below 1; or see `generate`.
         SilentDrafterError: see `generate`. A target that is not finite is the completion's finish reason.
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise RequestError(f"batch_size is {batch_size!r}; expected an integer of at least 1.")
     checked = check_requests(requests, model)
-    return _stream(model, checked, batch_size, logprobs, progress or (lambda _: None))
+    return _stream(model, checked, check_count(batch_size, "batch_size"), logprobs, progress or (lambda _: None))
 
 
 def _stream(
-    model: Model, requests: Sequence[Request], batch_size: int, logprobs: bool, progress: Callable[[Progress], None]
+    model: Model,
+    requests: Sequence[Request],
+    batch_size: int,
+    logprobs: bool,
+    progress: Callable[[StreamProgress], None],
 ) -> Iterator[tuple[int, Completion]]:
     queues: dict[int, deque[int]] = {}
     for number, request in enumerate(requests):
-        queues.setdefault(_capacity(request), deque()).append(number)
-    past = Progress(0, 0, 0)
+        queues.setdefault(coarse_bucket(request.positions), deque()).append(number)
+    past, drafted = StreamProgress(0, 0, 0), False
     for capacity, waiting in sorted(queues.items(), reverse=True):  # the largest first: it shows at once if it fits
-        batch = _Batch(model, requests, capacity, batch_size, logprobs)
-        while waiting or batch.running:
-            batch.admit(waiting)
-            finished, running = batch.advance(enough=min(len(waiting), batch.prefill_rows) or batch.running)
-            progress(_sum(past, running))
-            past = _sum(past, *(_progress_of(completion) for _, completion in finished))
+        for finished, running in _Batch(model, requests, capacity, batch_size, logprobs).run(waiting):
+            progress(_sum(past, _progress_of(running, len(finished))))
+            past = _sum(past, *(StreamProgress(1, len(c.tokens), c.statistics.rounds) for _, c in finished))
             yield from finished
+            drafted = drafted or bool(running.counters.offered.any())
+            if not drafted:
+                check_drafter(running)
 
 
 class _Batch:
@@ -105,12 +107,18 @@ class _Batch:
         self.prefill_rows = min(PREFILL_ROWS, batch_size)
         self.slots = stop_slots(requests)
         nobody = Sampling.of(batch_size, max_new_tokens=0, stop_ids=np.full(self.slots, -1))
-        self.state = _empty(model, self.setting, self._placed(nobody), capacity, logprobs)
+        self.state = _empty(model, self.setting, place_rows(nobody, self.setting.partition), capacity, logprobs)
 
     @property
     def running(self) -> int:
         """Places that are taken."""
         return len(self.places) - self.places.count(None)
+
+    def run(self, waiting: deque[int]) -> Iterator[tuple[list[tuple[int, Completion]], Generation]]:
+        """Completes all that wait; yields, every few rounds, what has finished, and all sequences that ran."""
+        while waiting or self.running:
+            self.admit(waiting)
+            yield self.advance(enough=min(len(waiting), self.prefill_rows) or self.running)
 
     def admit(self, waiting: deque[int]) -> None:
         """Fills free places from the front of the queue."""
@@ -126,9 +134,8 @@ class _Batch:
 
     def _fill(self, prompts: list[tuple[int, ...]], moves: list[tuple[int, int, int]]) -> None:
         idle = [(0,)] * (self.prefill_rows - len(prompts))
-        tokens, lengths = self._placed(pack([*prompts, *idle], self.capacity))
-        chunk = min(PREFILL_CHUNK, self.capacity)
-        prefilled = start(self.model, self.setting, tokens, lengths, chunk, self.logprobs)
+        packed = place_rows(pack([*prompts, *idle], self.capacity), self.setting.partition)
+        prefilled = start(self.model, self.setting, *packed, logprobs=self.logprobs)
         for some in batched(moves, self.prefill_rows):
             numbers, rows, places = zip(*some, strict=True)
             spare = self.prefill_rows - len(some)
@@ -145,29 +152,19 @@ class _Batch:
             for number, place in zip(numbers, places, strict=True):
                 self.places[place] = number
 
-    def _placed[Rows](self, rows: Rows) -> Rows:
-        return place_rows(rows, self.setting.partition)
-
-    def advance(self, enough: int) -> tuple[list[tuple[int, Completion]], Progress]:
+    def advance(self, enough: int) -> tuple[list[tuple[int, Completion]], Generation]:
         """Decodes until `enough` of the running sequences have finished, or for some rounds.
 
         Returns:
-            What has finished, and the progress of all that were running.
+            What has finished, and all sequences that were running.
         """
         free = self.places.count(None)
         self.state = _advance(self.model, self.setting, self.state, np.int32(free + enough))
         done, generation = fetch((self.state.done, Generation.of(self.state)))
         taken = {place: number for place, number in enumerate(self.places) if number is not None}
-        rows = list(taken)
-        check_drafter(jax.tree.map(lambda counts: counts[rows], generation.counters))
         finished = [(number, Completion.of(generation, place)) for place, number in taken.items() if done[place]]
-        running = Progress(
-            int(done[rows].sum()),
-            int((generation.length - generation.prompt_length)[rows].sum()),
-            int(generation.counters.rounds[rows].sum()),
-        )
         self.places = [None if done[place] else number for place, number in enumerate(self.places)]
-        return finished, running
+        return finished, jax.tree.map(lambda leaf: leaf[list(taken)], generation)
 
 
 @partial(jax.jit, static_argnames=("capacity", "logprobs"))
@@ -175,7 +172,7 @@ def _empty(model: Model, setting: Setting, nobody: Sampling, capacity: int, logp
     """A state in which every place is free; `nobody` has no budget."""
     batch = nobody.seed.shape[0]
     tokens, lengths = jnp.zeros((batch, capacity), jnp.int32), jnp.ones(batch, jnp.int32)
-    state = settle(initial_state(model, tokens, lengths, logprobs), nobody, jax.random.key(KEY))
+    state = with_settings(initial_state(model, tokens, lengths, logprobs), nobody, jax.random.key(KEY))
     return constrain_rows(state, setting.partition)
 
 
@@ -184,7 +181,7 @@ def _move(
     setting: Setting, state: State, prefilled: State, rows: jax.Array, places: jax.Array, sampling: Sampling
 ) -> State:
     """Puts prefilled sequences into places, each with settings of its own."""
-    state = insert(state, places, settle(pick(prefilled, rows), sampling, jax.random.key(KEY)))
+    state = insert(state, places, with_settings(pick(prefilled, rows), sampling, jax.random.key(KEY)))
     return constrain_rows(state, setting.partition)
 
 
@@ -193,13 +190,10 @@ def _advance(model: Model, setting: Setting, state: State, enough: jax.Array) ->
     return decode(model, setting, state, enough, jnp.int32(ROUNDS))
 
 
-def _capacity(request: Request) -> int:
-    return max(SMALLEST, 1 << (request.positions - 1).bit_length())
+def _progress_of(running: Generation, finished: int) -> StreamProgress:
+    tokens = int((running.length - running.prompt_length).sum())
+    return StreamProgress(finished, tokens, int(running.counters.rounds.sum()))
 
 
-def _progress_of(completion: Completion) -> Progress:
-    return Progress(1, len(completion.tokens), completion.statistics.rounds)
-
-
-def _sum(*parts: Progress) -> Progress:
-    return Progress(*map(sum, zip(*parts, strict=True)))
+def _sum(*parts: StreamProgress) -> StreamProgress:
+    return StreamProgress(*map(sum, zip(*parts, strict=True)))

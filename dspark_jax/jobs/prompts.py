@@ -1,21 +1,20 @@
 """A file of prompts, read and checked line by line before anything is loaded."""
 
 import hashlib
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dspark_jax import chat
-from dspark_jax.decoding.request import SEEDS, Request, check_request
-from dspark_jax.errors import DsparkError, RequestError
+from dspark_jax.decoding.request import SETTINGS, Request, check_request
+from dspark_jax.errors import DsparkError, RequestError, check_count
+from dspark_jax.jobs.json_lines import parse_object, read_lines
 from dspark_jax.jobs.text import Text
 from dspark_jax.model.model import Model
 
-SETTINGS = tuple(field.name for field in fields(Request) if field.name != "prompt")
 PROMPTS = ("prompt", "prompt_ids", "messages")
 FIELDS = ("id", *PROMPTS, "tools", "thinking", "samples", *SETTINGS)
 
@@ -31,22 +30,19 @@ class Job:
         key: the line's id and the number of the sample.
         request: checked.
         thinking: that of a dialogue, None for a plain prompt.
-        numerics: of the model.
     """
 
     key: Key
     request: Request
     thinking: chat.Thinking | None
-    numerics: str
 
     def settings(self) -> dict[str, Any]:
-        """What the completion depends on besides the model, as JSON values."""
+        """What the completion depends on of its own, as JSON values."""
         prompt = np.array(self.request.prompt, np.int32).tobytes()
         known = {name: getattr(self.request, name) for name in SETTINGS}
         return known | {
             "stop_ids": list(self.request.stop_ids or ()),
             "thinking": self.thinking,
-            "numerics": self.numerics,
             "prompt_tokens": len(self.request.prompt),
             "prompt_sha256": hashlib.sha256(prompt).hexdigest()[:16],
         }
@@ -60,20 +56,18 @@ class PromptReader:
     `samples` and the settings of `Request` may stand beside them and replace the reader's.
 
     Attributes:
-        request: settings of rows that have none of their own; its prompt means nothing.
+        settings: of rows that have none of their own, by the names of `Request`.
         samples: completions of each row; sample s has the row's seed + s.
         thinking: of dialogues.
         text: of the checkpoint.
         model: abstract or not; tells the vocabulary and the block.
-        numerics: the name of the model's, which is recorded.
     """
 
-    request: Request
+    settings: Mapping[str, Any]
     samples: int
     thinking: chat.Thinking
     text: Text
     model: Model
-    numerics: str
 
     def read(self, path: Path) -> tuple[list[Job], list[str]]:
         """Everything that a file of JSON lines asks for; each has an `id`, empty ones are skipped.
@@ -87,7 +81,7 @@ class PromptReader:
         jobs: list[Job] = []
         lines_of: dict[str | int, int] = {}
         ignored: dict[str, None] = {}
-        for number, line in _lines(path):
+        for number, line in read_lines(path):
             where = f"{path} line {number}"
             row = parse_object(line, where)
             ignored |= dict.fromkeys(field for field in row if field not in FIELDS)
@@ -116,21 +110,12 @@ class PromptReader:
             found = " and ".join(given) or "none"
             raise RequestError(f"expected one of {', '.join(PROMPTS)}; found {found}.")
         [kind] = given
-        thinking, samples = row.get("thinking", self.thinking), row.get("samples", self.samples)
-        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-            raise RequestError(f"samples is {samples!r}; expected an integer of at least 1.")
+        thinking, samples = row.get("thinking", self.thinking), check_count(row.get("samples", self.samples), "samples")
         own = {setting: row[setting] for setting in SETTINGS if setting in row}
-        asked = replace(self.request, prompt=self._prompt(kind, row, thinking), **own)
-        request = check_request(asked, self.model, kind)
-        return [
-            Job(
-                (name, sample),
-                replace(request, seed=(request.seed + sample) % SEEDS),
-                thinking if kind == "messages" else None,
-                self.numerics,
-            )
-            for sample in range(samples)
-        ]
+        request = Request(self._prompt(kind, row, thinking), **{**self.settings, **own})
+        request = check_request(request, self.model, kind)
+        answered = thinking if kind == "messages" else None
+        return [Job((name, number), request.sample(number), answered) for number in range(samples)]
 
     def _prompt(self, kind: str, row: dict[str, Any], thinking: chat.Thinking) -> Sequence[int]:
         if kind == "messages":
@@ -140,27 +125,3 @@ class PromptReader:
         if not isinstance(row[kind], str):
             raise RequestError(f"prompt is {row[kind]!r}; expected text, or token ids as prompt_ids.")
         return self.text.encode(row[kind])
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a file that are not empty, with their numbers."""
-    try:
-        whole = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path}: cannot be read ({error}); name a file of JSON lines.") from error
-    return ((number, line) for number, line in enumerate(whole.split("\n"), start=1) if line.strip())
-
-
-def parse_object(line: str, where: str) -> dict[str, Any]:
-    """A line's JSON object.
-
-    Raises:
-        RequestError: it is something else; the message begins with `where`.
-    """
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise RequestError(f"{where}: is no JSON ({error}); expected one object a line.") from error
-    if not isinstance(row, dict):
-        raise RequestError(f"{where}: is {type(row).__name__}; expected an object.")
-    return row

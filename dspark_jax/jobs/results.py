@@ -5,8 +5,6 @@ settings, the batch size and the capacity, so a second start adds what the first
 """
 
 import fcntl
-import json
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +13,15 @@ from typing import Any
 
 from dspark_jax.decoding.generate import Completion
 from dspark_jax.errors import RequestError
-from dspark_jax.jobs.prompts import Job, Key, parse_object
+from dspark_jax.jobs.json_lines import parse_object, to_line
+from dspark_jax.jobs.prompts import Job, Key
 from dspark_jax.jobs.text import Text
 
-LINE_START = b'{"id": '
+LINE_START = b'{"id": '  # of what `record_of` makes: by it a torn line is known as ours
 
 
-def record_of(job: Job, completion: Completion, text: Text) -> dict[str, Any]:
-    """The output line of a finished job."""
+def record_of(job: Job, completion: Completion, text: Text, common: dict[str, Any]) -> dict[str, Any]:
+    """The output line of a finished job; `common` are settings that it shares with all others."""
     name, sample = job.key
     record: dict[str, Any] = {
         "id": name,
@@ -31,7 +30,7 @@ def record_of(job: Job, completion: Completion, text: Text) -> dict[str, Any]:
         "text": text.decode(completion.tokens),
         "finish_reason": completion.finish_reason,
         "statistics": completion.statistics.to_dict(),
-        "settings": job.settings(),
+        "settings": job.settings() | common,
     }
     if job.thinking is not None:
         answer = text.answer(completion.tokens, job.thinking)
@@ -39,8 +38,8 @@ def record_of(job: Job, completion: Completion, text: Text) -> dict[str, Any]:
         if completion.finish_reason == "stop":
             record["finish_reason"] = answer.finish_reason
     if completion.target_logprobs is not None:
-        record["target_logprobs"] = _finite(completion.target_logprobs)
-        record["drawn_logprobs"] = _finite(completion.drawn_logprobs or [])
+        record["target_logprobs"] = completion.target_logprobs
+        record["drawn_logprobs"] = completion.drawn_logprobs
     return record
 
 
@@ -49,16 +48,17 @@ class Results:
 
     Attributes:
         path: the file.
+        common: settings that all completions of the job share: what they depend on besides their own.
         settings: of the completions that are there, by key.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, common: dict[str, Any]) -> None:
         """Opens or creates the file.
 
         Raises:
             RequestError: another process writes it, or it holds lines that are none of this package's.
         """
-        self.path = path
+        self.path, self.common = path, common
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
@@ -107,7 +107,7 @@ class Results:
         Raises:
             RequestError: the file holds completions that these jobs would not have written.
         """
-        wanted = {job.key: job.settings() for job in jobs}
+        wanted = {job.key: job.settings() | self.common for job in jobs}
         for key, settings in self.settings.items():
             if key not in wanted:
                 raise RequestError(
@@ -122,13 +122,8 @@ class Results:
                     )
         return [job for job in jobs if job.key not in self.settings]
 
-    def append(self, record: dict[str, Any]) -> None:
-        """Writes one line."""
-        line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    def append(self, job: Job, completion: Completion, text: Text) -> None:
+        """Writes the line of a finished job."""
+        line = (to_line(record_of(job, completion, text, self.common)) + "\n").encode()
         while line:
             line = line[os.write(self._file, line) :]
-
-
-def _finite(values: Sequence[float]) -> list[float | None]:
-    """JSON has no not-a-number: null stands for it."""
-    return [value if math.isfinite(value) else None for value in values]

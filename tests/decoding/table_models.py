@@ -45,7 +45,7 @@ class Tables:
         """The state when every sequence is done."""
         with self._in_place_of_the_model():
             begin = state.initial_state(self.model, jnp.asarray(tokens), jnp.asarray(lengths), logprobs=True)
-            return self._loop(state.settle(begin, sampling, jax.random.key(key)))
+            return self._loop(state.with_settings(begin, sampling, jax.random.key(key)))
 
     @contextmanager
     def _in_place_of_the_model(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import dspark_jax
-from dspark_jax.decoding.generate import start
+from dspark_jax.decoding.programs import start
 from dspark_jax.decoding.state import State
 from dspark_jax.model.cache import TargetCache
 from dspark_jax.model.model import Model
@@ -43,7 +43,7 @@ class Steps:
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
         lengths = jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
-        return start(self.model, self.setting, jnp.asarray(tokens), lengths, CAPACITY)
+        return start(self.model, self.setting, jnp.asarray(tokens), lengths)
 
     def step(self, cache: TargetCache, position: list[int], live: list[int], ids: np.ndarray) -> tuple:
         rows = Rows(jnp.asarray(ids, jnp.int32), jnp.asarray(position, jnp.int32), jnp.asarray(live, jnp.int32))

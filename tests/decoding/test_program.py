@@ -11,7 +11,7 @@ from random_model import random_model
 from dspark_jax.config import ModelConfig
 from dspark_jax.decoding.loop import decode
 from dspark_jax.decoding.sampling import Sampling
-from dspark_jax.decoding.state import initial_state, settle
+from dspark_jax.decoding.state import initial_state, with_settings
 from dspark_jax.model.indexer import top_entries
 from dspark_jax.model.model import Model
 from dspark_jax.model.numerics import PRESETS
@@ -27,7 +27,7 @@ def model() -> Model:
 def loop_arguments(model: Model, batch: int) -> tuple:
     tokens, lengths = jnp.zeros((batch, CAPACITY), jnp.int32), jnp.ones(batch, jnp.int32)
     sampling = Sampling.of(batch, temperature=0.7, top_p=0.9)
-    state = settle(initial_state(model, tokens, lengths, logprobs=True), sampling, jax.random.key(0))
+    state = with_settings(initial_state(model, tokens, lengths, logprobs=True), sampling, jax.random.key(0))
     return model, model.setting(CAPACITY), state
 
 
