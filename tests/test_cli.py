@@ -84,6 +84,7 @@ def test_generate(folder: Path, dspark: Dspark) -> None:
         (["w1", "--temperature", "-1"], "temperature is -1.0; expected a number of at least 0."),
         (["--prompt-ids", "1", "--samples", "0"], "samples is 0; expected an integer of at least 1."),
         (["--messages", "nowhere.json"], "nowhere.json"),
+        (["--prompts", "x.jsonl", "--out", "./x.jsonl"], "x.jsonl: holds the prompts; name another file"),
         (["w1"], "has no tokenizer.json, which a text prompt needs; fetch it, or give token ids."),
     ],
 )

@@ -23,7 +23,7 @@ from dspark_jax import RequestError
 from dspark_jax.config import ModelConfig
 from dspark_jax.decoding.generate import Completion
 from dspark_jax.decoding.statistics import Counters, Statistics
-from dspark_jax.jobs.prompts import Job, PromptReader
+from dspark_jax.jobs.prompts import FIELDS, Job, PromptReader
 from dspark_jax.jobs.results import Results
 from dspark_jax.jobs.text import Text
 from dspark_jax.model.model import abstract_model
@@ -61,7 +61,7 @@ def test_lines_have_settings_of_their_own(reader: PromptReader, lines: Lines) ->
     assert ignored == ["answer"]
     assert [job.key for job in jobs] == [("a", 0), (2, 0), (2, 1)]
     assert [list(job.request.prompt) for job in jobs] == [[7, 8], [1, 2, 3], [1, 2, 3]]
-    assert [job.request.seed for job in jobs] == [10, 2**32 - 1, 0]
+    assert [job.request.seed for job in jobs] == [10, 2**32 - 1, 0x9E3779B0]
     assert [job.request.temperature for job in jobs] == [0.5, 0.0, 0.0]
     assert [job.request.max_new_tokens for job in jobs] == [64, 5, 5]
     assert [list(job.request.stop_ids or ()) for job in jobs] == [[1], [9], [9]]
@@ -72,7 +72,7 @@ def test_lines_have_settings_of_their_own(reader: PromptReader, lines: Lines) ->
     [
         ("{", "line 2: is no JSON"),
         ("[1]", "line 2: is list; expected an object."),
-        ({"prompt": "w1"}, "line 2: id is None; expected a text or an integer that names the line."),
+        ({"prompt": "w1"}, "line 2: has no id; give it a text or an integer, by which the output names it."),
         ({"id": 1.5, "prompt": "w1"}, "line 2: id is 1.5"),
         ({"id": 1, "prompt": "w1"}, "line 2: id 1 is that of line 1; give each line its own."),
         ({"id": 2}, "line 2: expected one of prompt, prompt_ids, messages; found none."),
@@ -157,7 +157,10 @@ def test_output_of_another_job_is_refused_and_kept(reader: PromptReader, jobs: l
     ):
         results.missing(jobs)
     assert path.read_bytes() == whole
-    for foreign in ('{"id": 1}\n', '{"id": 1}\n{"id": ', "a file without a newline", "\n"):
+    with pytest.raises(RequestError, match="is no regular file"):
+        Results(Path("/dev/null"), COMMON)
+    strange = '{"id": [], "sample": 0, "settings": {}}\n'
+    for foreign in ('{"id": 1}\n', '{"id": 1}\n{"id": ', "a file without a newline", "\n", strange):
         path.write_text(foreign)
         with pytest.raises(RequestError, match="name another --out"):
             append(path, jobs, reader.text)
@@ -220,7 +223,7 @@ def test_dialogues_and_prompts_from_one_file(small: Path, lines: Lines, dspark: 
     command = ("--prompts", str(path), "--out", str(out), "--checkpoint", str(small), "--thinking", "low")
     ran = dspark("generate", *command, "--batch-size", "2", "--max-new-tokens", "12", "--logprobs", "--json")
     assert ran.code == 0, ran.err
-    assert ran.err == f"dspark: warning: {path}: the fields note mean nothing here.\n"
+    assert ran.err == f"dspark: warning: {path}: not known, and ignored: note; a line may have {', '.join(FIELDS)}.\n"
     summary = json.loads(ran.out)
     assert (summary["completions"], summary["new_completions"]) == (4, 4)
 
@@ -231,7 +234,7 @@ def test_dialogues_and_prompts_from_one_file(small: Path, lines: Lines, dspark: 
     assert [row["settings"]["prompt_tokens"] for row in rows.values()].count(2) == 1
     off, low, text = rows["off", 0], rows["low", 1], rows["text", 0]
     assert off["message"]["role"] == "assistant" and "reasoning_content" not in off["message"]
-    assert low["settings"]["seed"] == 1 and low["message"]["role"] == "assistant"
+    assert low["settings"]["seed"] == 0x9E3779B1 and low["message"]["role"] == "assistant"
     assert "message" not in text and len(text["tokens"]) == 12
     assert (off["settings"]["thinking"], text["settings"]["thinking"]) == ("off", None)
 

@@ -20,7 +20,7 @@ from dspark_jax.decoding.state import bucket
 from dspark_jax.decoding.statistics import Statistics
 from dspark_jax.errors import RequestError, check_count
 from dspark_jax.model.model import Model
-from dspark_jax.placement import fetch, place_rows, setting_of
+from dspark_jax.placement import fetch, partition_of, place_rows, setting_of
 
 RUNS = ("plain", "plain_width_1", "speculative")
 
@@ -239,7 +239,7 @@ def bench_generate(model: Model, workload: Workload, progress: Progress) -> Gene
     greedy = bool(sampling_of(plain, 1).greedy.all())
     return GenerateReport(
         device=jax.devices()[0].device_kind,
-        mesh=dict(partition.mesh.shape) if (partition := wide.setting.partition) else None,
+        mesh=dict(partition.mesh.shape) if (partition := partition_of(model)) else None,
         workload=workload,
         capacity=wide.capacity,
         **runs,

@@ -109,6 +109,8 @@ def messages_of(document: object, where: str) -> list[Message]:
 
 def with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
     """The messages, with these tools declared by the system message at the front, which is made if there is none."""
+    if not isinstance(messages, Sequence):
+        raise RequestError(f"messages is {messages!r}; expected a list of messages.")
     if not tools:
         return list(messages)
     match messages:
@@ -135,7 +137,7 @@ def read_turn(message: Message, index: int) -> Turn:
         raise RequestError(f"message {index}: has the role {role!r}; expected one of {', '.join(ROLES)}.")
     try:
         to_json(message).encode("utf-8")
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(
             f"{where}: is not JSON in Unicode ({error}); expected text, numbers, lists, objects."
         ) from error
@@ -235,6 +237,10 @@ def _arguments(function: dict[str, Any], where: str) -> str:
     except UnicodeEncodeError as error:
         raise RequestError(
             f"{call} has arguments that are not Unicode ({error}); write the characters whole."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError(
+            f"{call} has arguments that cannot be read ({error}); write shorter numbers and lists."
         ) from error
     if not isinstance(parsed, dict):
         raise RequestError(f"{call} has the arguments {text}; expected a JSON object, one key for each argument.")

@@ -76,10 +76,10 @@ def render(
 
 
 def _effort(thinking: Thinking, release: Release) -> Effort | None:
-    if release not in EFFORTS:
+    if not isinstance(release, str) or release not in EFFORTS:
         raise RequestError(f"release is {release!r}; expected one of {', '.join(EFFORTS)}.")
     levels = EFFORTS[release]
-    if thinking not in levels:
+    if not isinstance(thinking, str) or thinking not in levels:
         raise RequestError(f"thinking is {thinking!r}; the release {release} knows {', '.join(levels)}.")
     return levels[thinking]
 

@@ -67,7 +67,7 @@ def print_load(report: LoadReport) -> None:
         facts.add_row("host memory", "not told by this system")
     else:
         facts.add_row("peak of anonymous host memory", decimal(report.peak_anonymous_bytes))
-        facts.add_row("beside the arrays in it", f"{report.overhead_bytes / 1e9:.2f} GB")
+        facts.add_row("beside the arrays in it", f"{max(report.overhead_bytes, 0) / 1e9:.2f} GB")
     RESULT.print()
     RESULT.print(facts)
 

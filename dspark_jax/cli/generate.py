@@ -18,11 +18,11 @@ from dspark_jax.cli.options import ONE_DEVICE, UNLESS_ASKED, Decoding, Devices, 
 from dspark_jax.cli.terminal import RESULT, bytes_bar, completions_bar, print_json, print_warning
 from dspark_jax.config import ModelConfig
 from dspark_jax.decoding.generate import Completion
-from dspark_jax.decoding.request import Request, check_request
+from dspark_jax.decoding.request import SETTINGS, Request, check_request
 from dspark_jax.decoding.statistics import Statistics
 from dspark_jax.decoding.stream import stream
 from dspark_jax.errors import NotFiniteError, RequestError
-from dspark_jax.jobs.prompts import Job, PromptReader
+from dspark_jax.jobs.prompts import FIELDS, Job, PromptReader
 from dspark_jax.jobs.results import Results, record_of
 from dspark_jax.jobs.text import Text
 from dspark_jax.model.model import abstract_model
@@ -66,13 +66,16 @@ def generate(
     config = ModelConfig.from_file(loading.checkpoint / "config.json")
     abstract = abstract_model(config, numerics_of(loading.numerics))
     text = Text.of(loading.checkpoint)
-    check_request(Request([0], **decoding.settings()), abstract, "prompt")  # so that no line of a file is blamed
-    reader = PromptReader(decoding.settings(), decoding.samples, decoding.thinking, text, abstract)
+    checked = check_request(Request([0], **decoding.settings()), abstract, "prompt")
+    settings = {name: getattr(checked, name) for name in SETTINGS}
+    reader = PromptReader(settings, decoding.samples, decoding.thinking, text, abstract)
     session = Session(loading, devices, decoding.logprobs, text, json)
     if prompts and out:
         jobs, ignored = reader.read(prompts)
         if ignored:
-            print_warning(f"{prompts}: the fields {', '.join(ignored)} mean nothing here.")
+            print_warning(
+                f"{prompts}: not known, and ignored: {', '.join(ignored)}; a line may have {', '.join(FIELDS)}."
+            )
         return session.file(jobs, out, batch_size)
     if messages:
         row: dict[str, Any] = {"messages": chat.read_messages(messages)}

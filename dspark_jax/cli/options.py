@@ -63,7 +63,7 @@ class Decoding:
     seed: Annotated[int, arg(metavar="S")] = Request.seed
     """The same prompt and seed draw the same random numbers in any batch."""
     samples: Annotated[int, arg(metavar="N")] = 1
-    """Completions of each prompt, with seeds S, S + 1, ...; those that start together share its prefill."""
+    """Completions of each prompt, with seeds made of S; those that start together share its prefill."""
     draft_tokens: Annotated[int | None, arg(metavar="K", help_behavior_hint="(default: the trained block)")] = None
     """Drafts offered in a round; 0 decodes plainly. Greedy tokens are the same whatever it is."""
     greedy_drafts: bool = Request.greedy_drafts

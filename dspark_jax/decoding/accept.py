@@ -88,7 +88,7 @@ def accept_greedy(logits: jax.Array, drafts: jax.Array, offered: jax.Array) -> V
         offered: int32 [B].
     """
     choice = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return Verdict(choice, _leading(drafts == choice[:, :-1], offered))
+    return Verdict(choice, leading(drafts == choice[:, :-1], offered))
 
 
 def accept_sampled(
@@ -100,7 +100,7 @@ def accept_sampled(
     row = jnp.arange(proposal.ids.shape[1], dtype=jnp.int32)
     noise = uniforms(keys, position[:, None] + row, Stream.ACCEPT)
     stands = noise * jnp.maximum(_at(draft, proposal.ids), LEAST_CHANCE) < _at(target[:, :-1], proposal.ids)
-    accepted = _leading(stands, proposal.offered)
+    accepted = leading(stands, proposal.offered)
 
     # Behind the last offered draft nothing was proposed, so nothing is taken from what the target may say there.
     draft = jnp.pad(jnp.where((row < proposal.offered[:, None])[..., None], draft, 0), [(0, 0), (0, 1), (0, 0)])
@@ -129,10 +129,10 @@ def commit(verdict: Verdict, offered: jax.Array, stop_ids: jax.Array) -> Commit:
     return Commit(tokens, jnp.where(bonus == 1, offered, accepted), accepted, bonus, stopped)
 
 
-def _leading(stands: jax.Array, offered: jax.Array) -> jax.Array:
+def leading(stands: jax.Array, offered: jax.Array) -> jax.Array:
     """How many offered drafts stand before the first that does not: bool [B, g], int32 [B] -> int32 [B]."""
     stands &= jnp.arange(stands.shape[1], dtype=jnp.int32) < offered[:, None]
-    return jnp.sum(jnp.cumprod(stands.astype(jnp.int32), axis=1), axis=1)
+    return jnp.sum(jnp.cumprod(stands.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 
 
 def _at(probabilities: jax.Array, ids: jax.Array) -> jax.Array:

@@ -125,7 +125,8 @@ def generate(
         top_p: samples from the likeliest tokens that together have this share; 1 from all.
         seed: of the random numbers. The same prompt and seed draw the same numbers in any batch.
         greedy_drafts: let the drafter propose its likeliest tokens instead of drawing them.
-        samples: completions of each prompt; sample s has the prompt's seed + s, and the prompt is run once.
+        samples: completions of each prompt, which is run once; row p * samples + s is sample s of prompt p. Sample 0
+            has the prompt's seed and the others have seeds made of it (`Request.sample`).
         logprobs: return log-probabilities.
 
     Raises:
@@ -172,9 +173,11 @@ def run(model: Model, requests: Sequence[Request], samples: int = 1, logprobs: b
 
 def _one_for_each(value: Any, name: str, count: int) -> list[Any]:
     """A setting for each prompt, from one for all or a list; a flat list of stop ids is one setting."""
-    listed = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
+    if isinstance(value, jax.Array | np.ndarray):
+        value = np.asarray(value).tolist()
+    listed = isinstance(value, Sequence) and not isinstance(value, str)
     if name == "stop_ids":
-        listed = listed and any(ids is None or isinstance(ids, Sequence | np.ndarray) for ids in value)
+        listed = listed and any(ids is None or isinstance(ids, Sequence | np.ndarray | jax.Array) for ids in value)
     if not listed:
         return [value] * count
     if len(value) != count:

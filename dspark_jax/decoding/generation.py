@@ -80,9 +80,12 @@ def generate_fn(
 
     * weights: a `Model` of this config; its numerics decide how activations are rounded.
     * prompt_ids: int32 [P, T] with T at most the capacity, padded behind each prompt with anything.
-    * prompt_lengths: int32 [P], 1 to T; values are not checked.
+    * prompt_lengths: int32 [P], 1 to T.
     * sampling: `Sampling` of R = P * samples rows; the rows of a prompt lie together.
     * key: a random key, from which the rows' seeds make theirs. `generate` uses `jax.random.key(0)`.
+
+    Being traced, it cannot check values: ids outside the vocabulary, lengths outside 1 to T and settings outside their
+    ranges give rows that mean nothing.
 
     Args:
         config: `model.config`.
@@ -140,9 +143,9 @@ def _check_call(
         )
     if prompt_ids.shape[1] > capacity:
         raise RequestError(f"prompt_ids has room for {prompt_ids.shape[1]} tokens; the capacity is {capacity}.")
-    rows = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(sampling)}
-    if rows != {len(prompt_ids) * samples}:
+    found, rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(sampling)}, len(prompt_ids) * samples
+    if found != {(rows,)}:
         raise RequestError(
-            f"sampling has settings for {sorted(rows)} rows; expected {len(prompt_ids) * samples}: {len(prompt_ids)} "
-            f"prompts and {samples} samples of each."
+            f"sampling has settings for {sorted(map(list, found))} rows; expected {rows}: {len(prompt_ids)} prompts "
+            f"and {samples} samples of each."
         )

@@ -10,7 +10,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.decoding.accept import Proposal, Verdict, accept, commit
+from dspark_jax.decoding.accept import Proposal, Verdict, accept, commit, leading
 from dspark_jax.decoding.sampling import Stream, draw, target_probabilities, tempered
 from dspark_jax.decoding.state import LogProbs, State
 from dspark_jax.model.cache import DrafterCache, write
@@ -88,9 +88,10 @@ def decode_round(model: Model, setting: Setting, state: State) -> State:
     rows = Rows(ids, start, jnp.where(active, 1 + proposal.offered, 0))
     passed = target_step(_target(model), model.vocabulary, rows, state.target, setting)
     logits = lm_logits(model.vocabulary, passed.hidden)
-    finite = state.finite & jnp.all(jnp.isfinite(logits) | ~rows.live[..., None], axis=(1, 2))
     verdict = accept(logits, proposal, state.sampling, state.keys, state.length)
     kept = replace(rows, count=jnp.where(active, 1 + verdict.accepted, 0))
+    # Of the rows that decided something only: a rejected draft may be a token that the target cannot bear.
+    finite = state.finite & jnp.all(jnp.isfinite(logits) | ~kept.live[..., None], axis=(1, 2))
     drafter = _remember(model, setting, state.drafter, passed.taps, kept)
 
     cut = commit(verdict, proposal.offered, state.sampling.stop_ids)
@@ -139,8 +140,7 @@ def _propose(model: Model, setting: Setting, state: State, anchor: jax.Array, al
             drafter, model.vocabulary, state.drafter, anchor, state.length - 1, allowed > 0, setting, choose
         )
         sound = jnp.all(jnp.isfinite(step.logits), axis=-1)
-        offered = jnp.minimum(allowed, jnp.sum(jnp.cumprod(sound.astype(jnp.int32), axis=1), axis=1))
-        return Proposal(step.ids, step.logits, offered)
+        return Proposal(step.ids, step.logits, leading(sound, allowed))
 
     return jax.lax.cond(jnp.any(allowed > 0), draft, lambda: nothing)
 

@@ -3,7 +3,7 @@
 import logging
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ POSITION_LIMIT = 1 << 24  # RoPE angles are float32 products; beyond this, posit
 LARGEST_NUMBER = float(np.finfo(np.float32).max)
 STOP_SLOTS = 8  # stop ids are padded to a multiple of this, so that their number compiles nothing
 SEEDS = 1 << 32
+SAMPLE_STEP = 0x9E3779B1  # odd, so that no two samples share a seed; large, so that seeds may count up
 KEY = 0  # of the key that all seeds are folded into, so that a seed alone names a random sequence
 
 
@@ -51,8 +52,8 @@ class Request:
     stop_ids: Sequence[int] | None = None
 
     def sample(self, number: int) -> "Request":
-        """Another completion of the same prompt: seed + number."""
-        return replace(self, seed=(self.seed + number) % SEEDS)
+        """Another completion of the same prompt; its seed lies far from those of other requests' samples."""
+        return replace(self, seed=(self.seed + number * SAMPLE_STEP) % SEEDS)
 
     @property
     def positions(self) -> int:
@@ -135,6 +136,8 @@ def check_ids(ids: Any, vocabulary: int, what: str) -> list[int]:
     """
     try:
         values = [operator.index(i) for i in ids]
+        if isinstance(ids, Mapping) or any(isinstance(i, bool) for i in ids):
+            raise TypeError(f"not {ids!r}")
     except TypeError as error:
         raise RequestError(f"{what}: expected a list of token ids ({error}).") from error
     for value in values:

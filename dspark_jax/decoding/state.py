@@ -62,7 +62,8 @@ class State:
     @property
     def limit(self) -> jax.Array:
         """int32 [B], the length at which a sequence has spent its budget or its room."""
-        return jnp.minimum(self.prompt_length + self.sampling.max_new_tokens, self.tokens.shape[1])
+        room = self.tokens.shape[1] - self.prompt_length
+        return self.prompt_length + jnp.minimum(self.sampling.max_new_tokens, room)
 
 
 def initial_state(model: Model, tokens: jax.Array, length: jax.Array, logprobs: bool = False) -> State:

@@ -47,5 +47,6 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         whole = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path}: cannot be read ({error}); name a file of JSON lines.") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RequestError(f"{path}: cannot be read ({reason}); name a file of JSON lines.") from error
     return ((number, line) for number, line in enumerate(whole.split("\n"), start=1) if line.strip())

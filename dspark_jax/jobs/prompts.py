@@ -57,7 +57,7 @@ class PromptReader:
 
     Attributes:
         settings: of rows that have none of their own, by the names of `Request`.
-        samples: completions of each row; sample s has the row's seed + s.
+        samples: completions of each row; see `Request.sample` for their seeds.
         thinking: of dialogues.
         text: of the checkpoint.
         model: abstract or not; tells the vocabulary and the block.
@@ -86,6 +86,10 @@ class PromptReader:
             row = parse_object(line, where)
             ignored |= dict.fromkeys(field for field in row if field not in FIELDS)
             name = row.get("id")
+            if name is None:
+                raise RequestError(
+                    f"{where}: has no id; give it a text or an integer by which it is known in the output."
+                )
             if isinstance(name, bool) or not isinstance(name, str | int):
                 raise RequestError(f"{where}: id is {name!r}; expected a text or an integer that names the line.")
             if name in lines_of:

@@ -6,6 +6,7 @@ settings, the batch size and the capacity, so a second start adds what the first
 
 import fcntl
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -63,6 +64,9 @@ class Results:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
             raise RequestError(f"{path}: cannot be opened ({error.strerror}); name another --out.") from error
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            os.close(self._file)
+            raise RequestError(f"{path}: is no regular file, so a job could not go on with it; name another --out.")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -93,9 +97,11 @@ class Results:
         for number, line in enumerate(lines, start=1):
             where = f"{self.path} line {number}"
             record = parse_object(line.decode(errors="replace"), where) if line.startswith(LINE_START) else {}
-            if not {"id", "sample", "settings"} <= record.keys():
-                raise RequestError(f"{where}: is no line of `dspark generate`; name another --out.")
-            settings[record["id"], record["sample"]] = record["settings"]
+            match record:
+                case {"id": str() | int() as name, "sample": int() as sample, "settings": dict() as known}:
+                    settings[name, sample] = known
+                case _:
+                    raise RequestError(f"{where}: is no line of `dspark generate`; name another --out.")
         if not (torn.startswith(LINE_START) or LINE_START.startswith(torn)):
             raise RequestError(f"{self.path}: its last line is none of `dspark generate`; name another --out.")
         os.ftruncate(self._file, sum(len(line) + 1 for line in lines))

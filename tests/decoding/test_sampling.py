@@ -256,6 +256,22 @@ def test_a_row_draws_the_same_alone_and_among_others(tables: Tables) -> None:
     assert together.length.tolist()[3] <= 64, "a row ends where its room ends"
 
 
+def test_a_rejected_draft_that_the_target_cannot_bear_is_harmless() -> None:
+    """Behind token 2 the target's logits are not finite; it is drafted in every round and never accepted."""
+    rng = np.random.default_rng(5)
+    target = rng.normal(size=(4, VOCABULARY, VOCABULARY)).astype(np.float32)
+    target[..., 2], target[:, 2] = -1e9, np.nan
+    drafter = np.zeros((4, VOCABULARY, BLOCK, VOCABULARY), np.float32)
+    drafter[..., 2] = 50
+    tables = Tables(target, drafter, np.zeros((VOCABULARY, VOCABULARY), np.float32))
+    settings = Sampling.of(4, temperature=[0.0, 0.0, 1.0, 1.0], draft_tokens=[0, 3, 0, 3], max_new_tokens=20)
+    done = tables.decode(np.zeros((4, 32), np.int32), np.ones(4, np.int32), settings)
+    assert done.finite.tolist() == [True] * 4 and done.length.tolist() == [21] * 4
+    assert done.tokens[0].tolist() == done.tokens[1].tolist()
+    assert np.asarray(done.counters.offered).sum(axis=1).tolist()[::2] == [0, 0]
+    assert np.asarray(done.counters.accepted).sum() == 0 < np.asarray(done.counters.offered).sum()
+
+
 def test_log_probabilities_are_those_of_the_tables(tables: Tables) -> None:
     tokens = np.zeros((3, 48), np.int32)
     columns = {"temperature": np.array([0.7, 1.0, 0.0], np.float32), "top_k": np.array([3, 0, 0]), "seed": np.arange(3)}

@@ -38,7 +38,8 @@ def requests() -> list[Request]:
         )
         for i in range(11)
     ]
-    return mixed + [Request([5, 6, 7], max_new_tokens=20, temperature=1.0, seed=s, stop_ids=()) for s in range(5)]
+    many = Request([5, 6, 7], max_new_tokens=20, temperature=1.0, stop_ids=())
+    return mixed + [many.sample(number) for number in range(5)]
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +157,9 @@ class Scorer:
 
         @jax.jit
         def step(model: Model, ids: jax.Array, lengths: jax.Array, temperature: jax.Array, budget: int) -> tuple:
-            seed = jnp.arange(6) % 3
+            seed = jnp.asarray(
+                [many.sample(number).seed for many in [Request([])] * 2 for number in range(3)], jnp.uint32
+            )
             sampling = Sampling.of(6, temperature=temperature, seed=seed, max_new_tokens=budget)
             out = run(model, ids, lengths, sampling, jax.random.key(0))
             return out, jnp.sum(jnp.where(out.is_new, out.logprobs.drawn, 0), axis=1)
@@ -190,7 +193,7 @@ def test_generate_fn_says_what_generate_says(score: Scorer, streamed: dict[int, 
 
 def test_a_row_ends_where_its_room_ends(score: Scorer, model: Model) -> None:
     """The last position of the capacity is used, and every token is the likeliest in one pass over all of them."""
-    out = score([list(range(40)), [8, 7]], temperature=0.0, budget=1000)
+    out = score([list(range(40)), [8, 7]], temperature=0.0, budget=2**31 - 1)
     assert out.length.tolist() == [CAPACITY] * 6 and not out.stopped.any()
     rows = out.tokens[[0, 3]]
     choice = np.asarray(dspark_jax.forward(model, rows).logits).argmax(axis=-1)
