@@ -17,6 +17,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 GOLDEN = Path(__file__).parent / "golden"
+QUICK = {"xla_backend_optimization_level": 0}  # for programs that take longer to compile than to run
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Dspark
+from conftest import QUICK, Dspark
 from random_model import random_model
 from tiny_configs import CONFIGS
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -249,6 +249,9 @@ def test_dialogues_and_prompts_from_one_file(small: Path, lines: Lines, dspark: 
 SETTINGS = ("--batch-size", "3", "--max-new-tokens", "40", "--temperature", "0.8", "--seed", "5", "--samples", "2")
 
 
+QUICK_FLAGS = " ".join(f"--{name}={value}" for name, value in QUICK.items())
+
+
 class Command:
     """The command in processes of its own, which share what they compile: 60 prompts."""
 
@@ -259,7 +262,7 @@ class Command:
         self.prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
         thresholds = ("MIN_COMPILE_TIME_SECS", "MIN_ENTRY_SIZE_BYTES")
         self.environment = os.environ | {f"JAX_PERSISTENT_CACHE_{name}": "0" for name in thresholds}
-        self.environment["JAX_COMPILATION_CACHE_DIR"] = str(folder / "cache")
+        self.environment |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), "XLA_FLAGS": QUICK_FLAGS}
 
     def start(self, out: Path) -> subprocess.Popen[str]:
         files = ["--prompts", str(self.prompts), "--out", str(out), "--checkpoint", str(self.checkpoint)]

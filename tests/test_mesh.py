@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import GOLDEN
+from conftest import GOLDEN, QUICK
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from random_model import on_mesh, random_model, shaped
@@ -243,7 +243,6 @@ LAYERS = ModelConfig.from_dict(
 )
 BATCH, CAPACITY, CHUNK = 4, 1 << 14, 256
 STEP = LAYERS.step_width
-QUICK = {"xla_backend_optimization_level": 0}  # nothing is run, and the partitioner comes before the back end
 
 
 class Programs:

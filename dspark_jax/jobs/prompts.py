@@ -87,9 +87,7 @@ class PromptReader:
             ignored |= dict.fromkeys(field for field in row if field not in FIELDS)
             name = row.get("id")
             if name is None:
-                raise RequestError(
-                    f"{where}: has no id; give it a text or an integer by which it is known in the output."
-                )
+                raise RequestError(f"{where}: has no id; give it a text or an integer, by which the output names it.")
             if isinstance(name, bool) or not isinstance(name, str | int):
                 raise RequestError(f"{where}: id is {name!r}; expected a text or an integer that names the line.")
             if name in lines_of:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import QUICK
 
 from dspark_jax.decoding import loop, state
 from dspark_jax.decoding.sampling import Sampling
@@ -39,7 +40,8 @@ class Tables:
             block_size=drafter.shape[2],
             step_width=1 + drafter.shape[2],
         )
-        self._loop = jax.jit(lambda begun: loop.decode(self.model, SimpleNamespace(partition=None), begun))
+        setting = SimpleNamespace(partition=None)
+        self._loop = jax.jit(lambda begun: loop.decode(self.model, setting, begun), compiler_options=QUICK)
 
     def decode(self, tokens: np.ndarray, lengths: np.ndarray, sampling: Sampling, key: int = 0) -> state.State:
         """The state when every sequence is done."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import pytest
+from conftest import QUICK
 from jax.sharding import PartitionSpec as P
 from random_model import on_mesh, random_model
 
@@ -71,7 +72,7 @@ class TestGenerateFn:
             row[: len(prompt)] = prompt
         lengths = np.array([len(prompt) for prompt in PROMPTS], np.int32)
         sampling = dspark_jax.Sampling.of(4, temperature=TEMPERATURES, seed=SEEDS, max_new_tokens=NEW_TOKENS)
-        out = jax.jit(run)(model, ids, lengths, sampling, jax.random.key(0))
+        out = jax.jit(run, compiler_options=QUICK)(model, ids, lengths, sampling, jax.random.key(0))
         rows = zip(np.asarray(out.tokens), lengths, np.asarray(out.length), strict=True)
         return out.tokens, [row[start:end].tolist() for row, start, end in rows]
 
