@@ -21,7 +21,7 @@ from dspark_jax.decoding.generate import Completion
 from dspark_jax.decoding.request import SETTINGS, Request, check_request
 from dspark_jax.decoding.statistics import Statistics
 from dspark_jax.decoding.stream import stream
-from dspark_jax.errors import NotFiniteError, RequestError
+from dspark_jax.errors import NotFiniteError, RequestError, check_count
 from dspark_jax.jobs.prompts import FIELDS, Job, PromptReader
 from dspark_jax.jobs.results import Results, record_of
 from dspark_jax.jobs.text import Text
@@ -76,7 +76,7 @@ def generate(
             print_warning(
                 f"{prompts}: not known, and ignored: {', '.join(ignored)}; a line may have {', '.join(FIELDS)}."
             )
-        return session.file(jobs, out, batch_size)
+        return session.file(jobs, out, check_count(batch_size, "batch_size"))
     if messages:
         row: dict[str, Any] = {"messages": chat.read_messages(messages)}
     else:
@@ -108,8 +108,9 @@ class Session:
         broken = [number for number, completion in enumerate(completions) if completion.finish_reason == "not_finite"]
         if broken:
             raise NotFiniteError(f"the target's logits are not finite for samples {broken}; check its weights.")
+        common = self.common()
         for job, completion in zip(jobs, completions, strict=True):
-            record = record_of(job, completion, self.text, self.common())
+            record = record_of(job, completion, self.text, common)
             if self.json:
                 extra = {"checkpoint": str(self.loading.checkpoint), "seconds_with_compilation": seconds}
                 print_json({name: value for name, value in record.items() if name != "id"} | extra)
