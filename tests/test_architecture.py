@@ -29,7 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("model",),
     ("checkpoint", "sharding", "placement", "chat"),
     ("decoding",),
-    ("training", "evaluation", "crosscheck", "jobs", "bench"),
+    ("data", "training", "evaluation", "crosscheck", "jobs", "bench"),
     ("__init__",),
     ("cli",),
 )

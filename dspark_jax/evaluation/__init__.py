@@ -1,0 +1,1 @@
+"""How well a drafter drafts: accepted lengths with their uncertainty, and whether its confidence can be believed."""

@@ -1,0 +1,1 @@
+"""Fine-tuning the drafter: blocks and masks, losses, the step, the loop and its checkpoints."""
