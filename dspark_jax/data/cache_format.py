@@ -48,6 +48,16 @@ HIDDEN = np.dtype(ml_dtypes.bfloat16)
 PINNED = ("model_fingerprint", "target_layer_ids", "hidden_size", "vocab_size")
 """Facts in which a cache and a run must agree."""
 
+NAMES = (
+    "target_model_name_or_path",
+    "source_jsonl_paths",
+    "chat_template",
+    "project_name",
+    "exp_name",
+    "git_sha",
+)
+"""Facts that only say where things came from: who goes on with a cache may call them otherwise."""
+
 WRITE_AGAIN = "write the cache again with `dspark data cache`"
 
 Facts = dict[str, Any]

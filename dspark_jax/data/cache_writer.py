@@ -17,6 +17,7 @@ from dspark_jax.data.cache_format import (
     HIDDEN,
     INDEX_FILE,
     MANIFEST_FILE,
+    NAMES,
     RECORD,
     SHARD_BYTES,
     Facts,
@@ -30,6 +31,7 @@ from dspark_jax.data.cache_format import (
 )
 from dspark_jax.data.cache_reader import expected_records, read_manifest
 from dspark_jax.data.document import Document
+from dspark_jax.data.files import replace
 from dspark_jax.errors import CacheError
 
 PLAN_FILE = "writing.json"
@@ -41,7 +43,7 @@ class CacheWriter:
 
     Attributes:
         directory: the folder.
-        facts: what the manifest will say about the run.
+        facts: what the manifest will say about the run that began it.
         samples: how many are on disk.
         finished: the cache is whole.
     """
@@ -66,11 +68,11 @@ class CacheWriter:
             self.finished = (directory / MANIFEST_FILE).exists()
             if self.finished:
                 found = facts_of_manifest(read_manifest(directory), str(directory / MANIFEST_FILE))
-                check_facts(found, facts, sorted(facts | found), str(directory))
+                self._agree(found, facts)
                 self._records = os.fstat(self._index).st_size // RECORD.itemsize
                 (directory / PLAN_FILE).unlink(missing_ok=True)
             else:
-                self._agree()
+                self._plan()
                 self._go_on()
         except BaseException:
             os.close(self._index)
@@ -118,7 +120,7 @@ class CacheWriter:
         """Makes the cache whole: from now on it can be read."""
         records = np.frombuffer((self.directory / INDEX_FILE).read_bytes(), RECORD)
         os.fsync(self._index)
-        _replace(self.directory / MANIFEST_FILE, manifest(self.facts, records))
+        replace(self.directory / MANIFEST_FILE, [manifest(self.facts, records)])
         (self.directory / PLAN_FILE).unlink()
         self.finished = True
 
@@ -139,19 +141,24 @@ class CacheWriter:
         )
         return b"".join(part.tobytes() for part in parts)
 
-    def _agree(self) -> None:
-        """Writes the plan down, or compares it with what is written down."""
+    def _plan(self) -> None:
+        """Writes the plan down, or goes on with the one that is written down."""
         path, plan = self.directory / PLAN_FILE, self.facts | {"shard_bytes": self._limit}
         if not path.exists():
             if os.fstat(self._index).st_size:
                 raise CacheError(f"{self.directory}: holds {INDEX_FILE} and no {PLAN_FILE}; name another folder.")
-            _replace(path, json.dumps(plan, indent=2, sort_keys=True).encode())
+            replace(path, [json.dumps(plan, indent=2, sort_keys=True).encode()])
             return
         try:
             found: dict[str, Any] = dict(json.loads(path.read_bytes()))
         except (ValueError, TypeError) as error:
             raise CacheError(f"{path}: is no JSON object ({error}); delete the folder and start again.") from error
-        check_facts(found, plan, sorted(plan | found), str(self.directory))
+        self._agree(found, plan)
+        self.facts = {name: value for name, value in found.items() if name != "shard_bytes"}
+
+    def _agree(self, found: Facts, wanted: Facts) -> None:
+        fields = (found.keys() | wanted.keys()) - set(NAMES)
+        check_facts(found, wanted, sorted(fields), str(self.directory))
 
     def _go_on(self) -> None:
         """Cuts index and shards back to the whole samples, and opens the last shard."""
@@ -210,13 +217,3 @@ def _write(file: int, content: bytes) -> None:
     view = memoryview(content)
     while view:
         view = view[os.write(file, view) :]
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Writes a file beside and renames it, so that it is there whole or not at all."""
-    beside = path.with_name(f".{path.name}.partial")
-    with beside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.rename(path)

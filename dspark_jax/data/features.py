@@ -23,7 +23,7 @@ def target_features(
 
     Args:
         model: with a target, and a config that says which layers are tapped.
-        example: one document a row: see `batches.refuse_packed`. Its features, if any, are not read.
+        example: one document a row: see `assemble.refuse_packed`. Its features, if any, are not read.
         partition: how the model lies on a mesh; None on one device.
         chunk: rows of a step, static. Bits are promised for one chunk size.
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark_jax.data.batches import Batches, assemble, refuse_packed
+from dspark_jax.data.assemble import assemble, refuse_packed
+from dspark_jax.data.batches import Batches
 from dspark_jax.data.document import Document
 from dspark_jax.data.documents import Documents
 from dspark_jax.data.example import Example, Features

@@ -125,12 +125,12 @@ def torn(file, content):  # killed before, in the middle of, or behind the bytes
     os.write(file, content[len(content) // 2 :])
     count()
 
-def replaced(path, content, replace=cache_writer._replace):
+def replaced(path, content, replace=cache_writer.replace):
     count()
     replace(path, content)
     count()
 
-cache_writer._write, cache_writer._replace = torn, replaced
+cache_writer._write, cache_writer.replace = torn, replaced
 status = None
 while status != 0:
     moment += 1
@@ -206,6 +206,16 @@ def test_the_cache_of_another_run_is_not_gone_on_with(finished: bool, tmp_path: 
         write(tmp_path, some[::-1])
     assert contents(tmp_path) == before
     write(tmp_path, some)
+
+
+def test_who_goes_on_may_call_the_files_otherwise(tmp_path: Path) -> None:
+    some, names = documents(4), FACTS | {"source_jsonl_paths": ["data.jsonl"]}
+    write(tmp_path / "undisturbed", some, names)
+    with CacheWriter(tmp_path / "cache", names | {"documents": digest_of(some)}, SHARD_BYTES) as writer:
+        writer.append(some[0])
+    for _ in range(2):  # unfinished, and finished
+        write(tmp_path / "cache", some, FACTS | {"source_jsonl_paths": ["./data.jsonl"]})
+        assert contents(tmp_path / "cache") == contents(tmp_path / "undisturbed")
 
 
 def test_a_folder_with_something_else_is_refused_and_kept(tmp_path: Path) -> None:
