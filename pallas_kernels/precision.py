@@ -14,3 +14,15 @@ def round_to(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     if dtype == jnp.bfloat16 and x.dtype == jnp.float32:
         x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     return x.astype(dtype)
+
+
+@jax.custom_jvp
+def straight_through(x: jax.Array, rounded: jax.Array) -> jax.Array:
+    """`rounded`, with the derivative of `x`; both of one shape and dtype (Bengio et al. 2013, arXiv:1308.3432)."""
+    del x
+    return rounded
+
+
+@straight_through.defjvp
+def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return primals[1], tangents[0]
