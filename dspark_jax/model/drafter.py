@@ -118,7 +118,8 @@ def _block_attention(
         Source(context, jnp.broadcast_to(filled[:, None], (*shape, context.shape[1]))),
         Source(latents(weights, x, angles, setting), jnp.ones((*shape, x.shape[1]), bool)),
     ]
-    return output(weights, attend(query, sources, weights.attn_sink[...], setting), angles, setting), None
+    mixed, _ = attend(query, sources, weights.attn_sink[...], setting)
+    return output(weights, mixed, angles, setting), None
 
 
 def _markov_chain(

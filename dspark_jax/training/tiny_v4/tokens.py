@@ -11,7 +11,9 @@ from tokenizers import Tokenizer
 
 from dspark_jax.errors import CorpusError
 from dspark_jax.training.tiny_v4.corpus import SPLITS, Corpus, Split, beginnings
-from dspark_jax.training.tiny_v4.tokenizer import BEGIN, END, train_tokenizer
+from dspark_jax.training.tiny_v4.tokenizer import BEGIN, END, SPECIAL, train_tokenizer
+
+FACTS = "facts"  # name of what is no array, in the file
 
 
 @dataclass(frozen=True)
@@ -20,21 +22,24 @@ class TokenisedCorpus:
 
     Attributes:
         streams: uint16 [N] for each side.
-        text_bytes: UTF-8 bytes of the text of each side, to count bits per byte.
         tokenizer: contents of `tokenizer.json`.
         beginnings: functions and classes of the test side, for held-out prompts.
         provenance: where the text came from.
     """
 
     streams: Mapping[Split, np.ndarray]
-    text_bytes: Mapping[Split, int]
     tokenizer: str
     beginnings: tuple[str, ...]
     provenance: Mapping[str, str | int]
 
-    def bits_per_byte(self, bits: float, split: Split) -> float:
-        """`bits` spent on all tokens of a side but the first, for each byte of its text."""
-        return bits / self.text_bytes[split]
+    def text_bytes(self, stream: np.ndarray) -> int:
+        """UTF-8 bytes of the text of some tokens; special tokens have none."""
+        tokenizer = Tokenizer.from_str(self.tokenizer)
+        # Byte-level BPE writes a token with one character for each of its bytes.
+        sizes = np.zeros(tokenizer.get_vocab_size(), np.int64)
+        for token, number in tokenizer.get_vocab().items():
+            sizes[number] = 0 if token in SPECIAL else len(token)
+        return int(sizes[stream].sum())
 
 
 def tokenise(corpus: Corpus, vocab_size: int) -> TokenisedCorpus:
@@ -42,7 +47,6 @@ def tokenise(corpus: Corpus, vocab_size: int) -> TokenisedCorpus:
     tokenizer = train_tokenizer(corpus.texts("train"), vocab_size)
     return TokenisedCorpus(
         streams={split: _stream(tokenizer, corpus.texts(split)) for split in SPLITS},
-        text_bytes={split: sum(len(text.encode()) for text in corpus.texts(split)) for split in SPLITS},
         tokenizer=tokenizer.to_str(pretty=True),
         beginnings=tuple(beginnings(corpus.texts("test"))),
         provenance=corpus.provenance,
@@ -52,14 +56,14 @@ def tokenise(corpus: Corpus, vocab_size: int) -> TokenisedCorpus:
 def write(corpus: TokenisedCorpus, path: Path) -> None:
     """Writes the corpus as one compressed file, beside its name first."""
     facts = {
-        "text_bytes": dict(corpus.text_bytes),
         "tokenizer": corpus.tokenizer,
         "beginnings": corpus.beginnings,
         "provenance": dict(corpus.provenance),
     }
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
-        np.savez_compressed(file, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8), **corpus.streams)
+        arrays: dict[str, np.ndarray] = {FACTS: np.frombuffer(json.dumps(facts).encode(), np.uint8)}
+        np.savez_compressed(file, allow_pickle=False, **arrays, **{split: corpus.streams[split] for split in SPLITS})
     os.replace(partial, path)
 
 
@@ -71,11 +75,9 @@ def read(path: Path) -> TokenisedCorpus:
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            facts = json.loads(arrays["facts"].tobytes())
+            facts = json.loads(arrays[FACTS].tobytes())
             streams = {split: arrays[split] for split in SPLITS}
-        return TokenisedCorpus(
-            streams, facts["text_bytes"], facts["tokenizer"], tuple(facts["beginnings"]), facts["provenance"]
-        )
+        return TokenisedCorpus(streams, facts["tokenizer"], tuple(facts["beginnings"]), facts["provenance"])
     except (OSError, ValueError, KeyError) as error:
         raise CorpusError(
             f"{path}: is no corpus of tiny-v4 ({error}); expected a file written by the command 'corpus'."
