@@ -55,7 +55,6 @@ _PLACES = (
     (r"target\.", ""),
     (r"drafter\.stages\.", "mtp."),
     (r"drafter\.main_", "mtp.0.main_"),
-    (r"drafter\.markov_", "mtp.{last}.markov_head.markov_"),
     (r"drafter\.confidence", "mtp.{last}.confidence_head.proj"),
     (r"drafter\.", "mtp.{last}."),
 )
