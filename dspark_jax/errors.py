@@ -15,6 +15,10 @@ class CheckpointError(DsparkError):
     """A checkpoint file is missing, damaged, or does not hold what its configuration promises."""
 
 
+class CacheError(DsparkError):
+    """A cache of target features is damaged, unfinished, in use, or was made for another run."""
+
+
 class RequestError(DsparkError):
     """A call or a command line asks for something impossible, such as a token id outside the vocabulary."""
 

@@ -79,7 +79,7 @@ def _draw(name: str, shape: tuple[int, ...], config: ModelConfig, generator: np.
     streams = config.hc_mult
     if re.search(r"norm$", name):
         return np.ones(shape)
-    if re.search(r"(attn_sink|ape|gate[.]bias|markov.*w2|confidence.*)$", name):
+    if re.search(r"(attn_sink|ape|bias|markov_w2|confidence)$", name):
         return np.zeros(shape)
     if name.endswith("hc_head.base"):
         return np.full(shape, _logit(np.array(1 / streams)))
@@ -88,7 +88,7 @@ def _draw(name: str, shape: tuple[int, ...], config: ModelConfig, generator: np.
     if re.search(r"hc_\w+[.]scale$", name):
         return np.full(shape, DYNAMIC)
     noise = generator.standard_normal(shape, np.float32)
-    if re.search(r"(embed|markov.*w1)$", name):
+    if re.search(r"(embed|markov_w1)$", name):
         return EMBEDDING * noise
     noise *= shape[-1] ** -0.5
     if name == "vocabulary.head":

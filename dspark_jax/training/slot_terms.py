@@ -101,10 +101,7 @@ def terms_of_logits(logits: Logits, labels: jax.Array, words: int, size: int) ->
 
     @jax.checkpoint
     def compare(total: jax.Array, span: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        p, q = (
-            jnp.exp(values - running.log_sum[..., None])
-            for values, running in zip(chunk(*span), (draft, target), strict=True)
-        )
+        p, q = (running.probabilities(values) for running, values in zip((draft, target), chunk(*span), strict=True))
         return total + jnp.sum(jnp.abs(p - q), axis=-1), None
 
     distance, _ = jax.lax.scan(compare, jnp.zeros(labels.shape, jnp.float32), (firsts, fresh))
@@ -112,36 +109,44 @@ def terms_of_logits(logits: Logits, labels: jax.Array, words: int, size: int) ->
         cross_entropy=draft.log_sum - draft.label,
         distance=distance,
         draft_pick=draft.pick,
-        draft_top=draft.best - draft.log_sum,
+        draft_top=-jnp.log(draft.total),
         target_pick=target.pick,
-        target_top=target.best - target.log_sum,
+        target_top=-jnp.log(target.total),
     )
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Running:
-    """What is known of logits after some chunks: log of the sum of exponentials, label's logit, best word."""
+    """What is known of logits after some chunks: the best and where it is, sum of exp(logit - best), label's."""
 
-    log_sum: jax.Array
-    label: jax.Array
     best: jax.Array
     pick: jax.Array
+    total: jax.Array
+    label: jax.Array
 
     @classmethod
     def none(cls, labels: jax.Array) -> "_Running":
-        nothing = jnp.full(labels.shape, -jnp.inf, jnp.float32)
-        return cls(nothing, jnp.zeros_like(nothing), nothing, jnp.zeros_like(labels))
+        zero = jnp.zeros(labels.shape, jnp.float32)
+        return cls(best=zero - jnp.inf, pick=jnp.zeros_like(labels), total=zero, label=zero)
+
+    @property
+    def log_sum(self) -> jax.Array:
+        return self.best + jnp.log(self.total)
+
+    def probabilities(self, values: jax.Array) -> jax.Array:
+        return jnp.exp(values - self.best[..., None]) / self.total[..., None]
 
     def with_words(self, values: jax.Array, first: jax.Array, labels: jax.Array) -> "_Running":
         index = jnp.clip(labels - first, 0, values.shape[-1] - 1)
         found = jnp.take_along_axis(values, index[..., None], axis=-1)[..., 0]
         here = (labels - first == index) & (found > -jnp.inf)
-        frozen = jax.lax.stop_gradient(values)
-        best, pick = jnp.max(frozen, axis=-1), jnp.argmax(frozen, axis=-1).astype(jnp.int32)
+        frozen = jax.lax.stop_gradient(values)  # the best is a shift that cancels
+        chunk_best, chunk_pick = jnp.max(frozen, axis=-1), jnp.argmax(frozen, axis=-1).astype(jnp.int32)
+        best = jnp.maximum(self.best, chunk_best)
         return _Running(
-            log_sum=jnp.logaddexp(self.log_sum, jax.nn.logsumexp(values, axis=-1)),
+            best=best,
+            pick=jnp.where(chunk_best > self.best, first + chunk_pick, self.pick),
+            total=self.total * jnp.exp(self.best - best) + jnp.sum(jnp.exp(values - best[..., None]), axis=-1),
             label=jnp.where(here, found, self.label),
-            best=jnp.maximum(self.best, best),
-            pick=jnp.where(best > self.best, first + pick, self.pick),
         )
