@@ -181,7 +181,7 @@ def train_step(
     rate = learning_rate(state.step.astype(jnp.float32), total, plan)
     with jax.numpy_dtype_promotion("standard"):  # optax mixes its own scalars in
         updates, moments = optimiser(plan).update(gradients, state.optimiser, state.parameters)
-        norm = optax.global_norm(gradients)
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(gradient)) for gradient in gradients.values()))
     parameters = {name: value - rate * updates[name] for name, value in state.parameters.items()}
     parameters = balanced(parameters, losses.loads, plan.balance)
     return TrainingState(parameters, moments, state.step + 1), Report(losses, norm, rate)
