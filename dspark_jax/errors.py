@@ -27,6 +27,10 @@ class RequestError(DsparkError):
     """A call or a command line asks for something impossible, such as a token id outside the vocabulary."""
 
 
+class CorpusError(DsparkError):
+    """A file of prepared training text is not what it should be."""
+
+
 class NotFiniteError(DsparkError):
     """The target's logits were not finite, so that no token could be chosen."""
 

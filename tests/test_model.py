@@ -278,7 +278,7 @@ def test_top_entries_in_blocks(monkeypatch: pytest.MonkeyPatch, block: int, slot
     weights = rng.integers(-2, 3, (2, 5, 3)).astype(np.float32)
     entries = rng.integers(-1, 2, (2, slots, 4)).astype(np.float32)
     visible = np.array([[0, 1, 3, slots // 2 + 1, slots], [2, 7, 8, slots - 1, slots]], np.int32)
-    picks = indexer.top_entries(*map(jnp.asarray, (query, weights, entries, visible)), topk, PRESETS["float32"])
+    picks, _ = indexer.top_entries(*map(jnp.asarray, (query, weights, entries, visible)), topk, PRESETS["float32"])
 
     assert picks.shape == (2, 5, min(topk, slots))
     scores = np.einsum("bth,bths->bts", weights, np.maximum(np.einsum("bthk,bsk->bths", query, entries), 0))

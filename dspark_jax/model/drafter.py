@@ -151,7 +151,8 @@ def _block_attention(
         Source(context.keys, jnp.broadcast_to(context.usable[:, None], (*shape, context.usable.shape[1]))),
         Source(latents(weights, x, angles, setting), jnp.ones((*shape, x.shape[1]), bool)),
     ]
-    return output(weights, attend(query, sources, weights.attn_sink[...], setting), angles, setting), None
+    mixed, _ = attend(query, sources, weights.attn_sink[...], setting)
+    return output(weights, mixed, angles, setting), None
 
 
 def _markov_chain(
