@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,8 @@ from dspark_jax.config import ModelConfig
 from dspark_jax.data.example import Example, Features
 from dspark_jax.model.model import Model, Part, abstract_model
 from dspark_jax.model.numerics import Numerics
-from dspark_jax.training.parameters import names_in
+from dspark_jax.training.parameters import masters, names_in
 from dspark_jax.training.step import Recipe, TrainingState, optimiser, train_step
-from dspark_jax.training.parameters import masters
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def step_memory(
     model = abstract_model(config, numerics, parts)
     state, example = _abstract_state(model, recipe), _abstract_example(config, batch, length, cached)
     compiled = train_step.lower(state, model, example, recipe).compile()
-    analysis = compiled.memory_analysis()
+    analysis: Any = compiled.memory_analysis()
     return StepMemory(_bytes(model), _bytes(state), _bytes(example), analysis.temp_size_in_bytes)
 
 
@@ -66,11 +66,11 @@ def _abstract_state(model: Model, recipe: Recipe) -> TrainingState:
 
 
 def _abstract_example(config: ModelConfig, batch: int, length: int, cached: bool) -> Example:
-    def shape(dtype: jax.typing.DTypeLike, *more: int) -> jax.ShapeDtypeStruct:
+    def shape(dtype: jax.typing.DTypeLike, *more: int) -> Any:
         return jax.ShapeDtypeStruct((batch, length, *more), dtype)
 
     features = Features(shape(jnp.bfloat16, config.taps_width), shape(jnp.bfloat16, config.hidden_size))
-    return Example(shape(jnp.int32), shape(bool), shape(jnp.int32), features if cached else None)  # type: ignore[arg-type]
+    return Example(shape(jnp.int32), shape(bool), shape(jnp.int32), features if cached else None)
 
 
 def _bytes(tree: object) -> int:

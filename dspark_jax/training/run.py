@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
 from dspark_jax.data.assemble import refuse_packed
@@ -101,7 +102,11 @@ def load_parameters(directory: Path) -> tuple[int, Parameters]:
     with _checkpoints(directory) as checkpoints:
         if checkpoints.latest is None:
             raise RunError(f"{directory}: its run has no checkpoint yet; let `dspark train` go on.")
-        state = checkpoints.load()
+        stored = checkpoints.metadata().metadata
+        here = SingleDeviceSharding(jax.local_devices()[0])
+        wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), stored)
+        wanted["optimiser"] = jax.tree.map(lambda leaf: ocp.PLACEHOLDER, wanted["optimiser"])
+        state = checkpoints.load(abstract_state=wanted)
     return int(state["step"]), state["parameters"]
 
 
@@ -118,6 +123,11 @@ def read_contract(directory: Path) -> dict[str, Any]:
         raise RunError(f"{path}: cannot be read ({error.strerror}); name the folder of a run.") from error
     except ValueError as error:
         raise RunError(f"{path}: is no JSON ({error}); restore it, or start a run in another folder.") from error
+
+
+def read_log(directory: Path) -> list[Record]:
+    """The lines of a run's log, by step."""
+    return [json.loads(line) for line in (directory / METRICS).read_text(encoding="utf-8").splitlines()]
 
 
 def facts_of(recipe: Recipe) -> dict[str, Any]:
