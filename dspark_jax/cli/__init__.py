@@ -13,7 +13,7 @@ import jax
 import tyro
 from tyro.extras import SubcommandApp
 
-from dspark_jax.cli import bench, crosscheck, data, generate, inspect, train
+from dspark_jax.cli import bench, crosscheck, data, describe, generate, inspect, train
 from dspark_jax.cli.terminal import one_line_warnings, print_error
 from dspark_jax.errors import DsparkError
 
@@ -92,7 +92,7 @@ def _app() -> SubcommandApp:
     app.command(benches, name="bench", help=BENCH_DESCRIPTION)
     datas.command(data.regenerate)
     datas.command(data.cache)
-    datas.command(data.describe)
+    datas.command(describe.describe)
     app.command(datas, name="data", help=DATA_DESCRIPTION)
     app.command(train.train)
     app.command(train.export)

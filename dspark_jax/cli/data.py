@@ -1,4 +1,4 @@
-"""`dspark data`: answers of the model itself, features of the target on disk, and what is in a file or a cache."""
+"""`dspark data`: answers of the model itself, and features of the target on disk."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -7,10 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.bar import Bar
 from rich.filesize import decimal
 from rich.table import Table
-from tyro.conf import OmitArgPrefixes, Positional, arg
+from tyro.conf import OmitArgPrefixes, arg
 
 from dspark_jax import chat
 from dspark_jax.checkpoint.fingerprint import fingerprint
@@ -23,17 +22,13 @@ from dspark_jax.cli.terminal import (
     completions_bar,
     print_json,
     print_warning,
-    spinner,
     steps_bar,
     tokens_bar,
 )
 from dspark_jax.config import ModelConfig
 from dspark_jax.data.cache_format import bytes_per_token, facts_of_data, facts_of_run
-from dspark_jax.data.cache_reader import FeatureCache
 from dspark_jax.data.cache_writer import CacheWriter
 from dspark_jax.data.capture import capture
-from dspark_jax.data.describe import Description
-from dspark_jax.data.describe import describe as describe_corpus
 from dspark_jax.data.documents import MAX_LENGTH, MIN_SUPERVISED, DocumentReader, Documents
 from dspark_jax.data.regenerate import answer, read_dialogues, write_lines
 from dspark_jax.decoding.generate import Completion
@@ -216,91 +211,20 @@ def _fill(writer: CacheWriter, documents: Documents, loading: Loading, devices: 
         capture(model, documents, range(len(documents)), writer, batch_size, progress)
 
 
-def describe(
-    source: Annotated[Positional[Path], arg(metavar="FILE_OR_CACHE")],
-    *,
-    checkpoint: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(a file needs it)")] = None,
-    reading: OmitArgPrefixes[Reading] = AS_USUAL,
-    json: bool = False,
-) -> int:
-    """Show what a file of training data or a cache of features holds; a cache is checked on the way.
-
-    Args:
-        source: JSON lines, or the folder of a cache.
-        checkpoint: Whose tokenizer reads the file; whose cache it must be.
-        json: Print the same as one JSON object.
-    """
-    if source.is_dir():
-        description, more = _describe_cache(source, checkpoint)
-    else:
-        if checkpoint is None:
-            raise RequestError(
-                f"{source}: is no folder of a cache; name the checkpoint that reads it: --checkpoint DIR."
-            )
-        documents = reading.documents(source, checkpoint)
-        description = describe_corpus(documents, reading.max_length)
-        more = {"rows": documents.rows, "truncated": documents.truncated, "dropped": documents.dropped}
-    if json:
-        print_json(description.to_dict() | more)
-    else:
-        _print_description(description, more)
-    return 0
-
-
-def _describe_cache(folder: Path, checkpoint: Path | None) -> tuple[Description, dict[str, Any]]:
-    found = FeatureCache(folder)
-    if checkpoint is not None:
-        config = ModelConfig.from_file(checkpoint / "config.json")
-        found.check_run(facts_of_run(config, fingerprint(checkpoint), numerics=""))
-    with spinner("reading ids and masks"):
-        found.check_documents()
-        description = describe_corpus(found, max(found.facts.get("max_length", 0), int(found.lengths.max())))
-    more = {"bytes": found.bytes, "bytes_per_token": bytes_per_token(found.facts), "written_with": found.facts}
-    return description, more
-
-
 def _print(summary: dict[str, Any], json: bool) -> None:
     """What a command has done."""
     if json:
         print_json(summary)
         return
-    facts = _grid()
+    facts = grid()
     for name, value in summary.items():
         text = decimal(value) if name == "bytes" else f"{value:,}" if isinstance(value, int) else value
         facts.add_row(name.replace("_", " "), text)
     RESULT.print(facts)
 
 
-def _print_description(d: Description, more: dict[str, Any]) -> None:
-    """The facts, a histogram of lengths, and what is known of the run that wrote a cache."""
-    facts = _grid()
-    facts.add_row("documents", f"{d.documents:,}, {d.shortest:,} to {d.longest:,} tokens, median {d.median:,.0f}")
-    facts.add_row("tokens", f"{d.tokens:,}, {d.supervised / d.tokens:.1%} supervised")
-    facts.add_row("anchors", f"{d.anchors:,} tokens that a block can start from")
-    facts.add_row("padded", f"{d.rows_padded:,} rows of {d.row_length:,} tokens, {d.padding_padded:.1%} padding")
-    facts.add_row("packed", f"{d.rows_packed:,} rows of {d.row_length:,} tokens, {d.padding_packed:.1%} padding")
-    if "rows" in more:
-        facts.add_row(
-            "file", f"{more['rows']:,} rows; {more['truncated']:,} documents cut, {more['dropped']:,} dropped"
-        )
-    if "bytes" in more:
-        facts.add_row("cache", f"{decimal(more['bytes'])}, {more['bytes_per_token']:,} bytes a token")
-        for name, value in more["written_with"].items():
-            facts.add_row(name.replace("_", " "), str(value))
-    RESULT.print(facts)
-    RESULT.print()
-    most = max(bin.documents for bin in d.histogram)
-    lengths = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    lengths.add_column("tokens", justify="right")
-    lengths.add_column("documents")
-    lengths.add_column(justify="right")
-    for bin in d.histogram:
-        bar = Bar(most, 0, bin.documents, width=24, color="cyan")
-        lengths.add_row(f"{bin.first:,} to {bin.last:,}", bar, f"{bin.documents:,}")
-    RESULT.print(lengths)
-
-
-def _grid() -> Table:
+def grid() -> Table:
+    """A table of facts, their names dim."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     return facts

@@ -7,7 +7,7 @@
   without one is unfinished.
 
 A fact is a manifest field that the format does not determine. DeepSpec's tools read those of `facts_of_run` that they
-know; `model_fingerprint`, `vocab_size`, `numerics`, `prefill_chunk`, `block_size` and `documents` are ours.
+know; `model_fingerprint`, `vocab_size`, `numerics`, `prefill_chunk`, `block_size` and `documents_sha256` are ours.
 """
 
 import hashlib
@@ -44,6 +44,9 @@ FORMAT = {
 COUNTS = ("num_samples", "num_shards", "shards")
 
 HIDDEN = np.dtype(ml_dtypes.bfloat16)
+
+DIGEST = "documents_sha256"
+"""The fact that says which documents a cache holds."""
 
 PINNED = ("model_fingerprint", "target_layer_ids", "hidden_size", "vocab_size")
 """Facts in which a cache and a run must agree."""
@@ -100,7 +103,7 @@ def facts_of_data(
         "project_name": "dspark_jax",
         "exp_name": "",
         "git_sha": "unknown",
-        "documents": digest_of(documents),
+        DIGEST: digest_of(documents),
     }
 
 

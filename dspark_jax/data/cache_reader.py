@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dspark_jax.data.cache_format import (
+    DIGEST,
     FIELDS,
     HIDDEN,
     INDEX_FILE,
@@ -117,11 +118,11 @@ class FeatureCache:
         Raises:
             CacheError: they differ.
         """
-        found = {"documents": digest_of(self[number] for number in range(len(self)))}
-        if "documents" in self.facts and found != {"documents": self.facts["documents"]}:
+        found = digest_of(self[number] for number in range(len(self)))
+        if self.facts.get(DIGEST, found) != found:
             raise CacheError(
-                f"{self.directory}: its documents have the digest {found['documents']} and the manifest says "
-                f"{self.facts['documents']}; shards are damaged or exchanged: {WRITE_AGAIN}."
+                f"{self.directory}: its documents have the {DIGEST} {found} and the manifest says "
+                f"{self.facts[DIGEST]}; shards are damaged or exchanged: {WRITE_AGAIN}."
             )
 
 

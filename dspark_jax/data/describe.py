@@ -7,6 +7,7 @@ import numpy as np
 
 from dspark_jax.data.document import Corpus
 from dspark_jax.data.packing import one_a_row, pack, padding_share
+from dspark_jax.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,14 @@ class Description:
 
 
 def describe(corpus: Corpus, row_length: int) -> Description:
-    """Describes documents of at most `row_length` tokens; reads ids and masks of all, and no features."""
+    """Describes documents of at most `row_length` tokens; reads ids and masks of all, and no features.
+
+    Raises:
+        RequestError: there is none.
+    """
     lengths = corpus.lengths
+    if not len(lengths):
+        raise RequestError("holds no documents, so there is nothing to describe.")
     padded, packed = one_a_row(lengths), pack(lengths, row_length)
     documents = [corpus[number] for number in range(len(corpus))]
     return Description(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dspark_jax.data.assemble import assemble
 from dspark_jax.data.batches import Batches
-from dspark_jax.data.cache_format import INDEX_FILE, Facts, digest_of
+from dspark_jax.data.cache_format import DIGEST, INDEX_FILE, Facts, digest_of
 from dspark_jax.data.cache_reader import FeatureCache
 from dspark_jax.data.cache_writer import CacheWriter
 from dspark_jax.data.capture import capture
@@ -82,7 +82,7 @@ class PassingCache:
 
     def _part(self, part: int, numbers: Sequence[int]) -> FeatureCache:
         directory, corpus = self._name(part), self.batches.corpus
-        facts = self._facts | {"documents": digest_of(corpus[number] for number in numbers)}
+        facts = self._facts | {DIGEST: digest_of(corpus[number] for number in numbers)}
         with CacheWriter(directory, facts) as writer:
             capture(self._model, corpus, numbers, writer, self._batch_size, self._progress)
         return FeatureCache(directory)

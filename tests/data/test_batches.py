@@ -1,5 +1,7 @@
 """Documents to batches: nothing lost, nothing split, and the same step is the same example for ever."""
 
+import subprocess
+import sys
 from itertools import chain, islice
 
 import numpy as np
@@ -169,3 +171,9 @@ def test_padding_share() -> None:
     lengths = [16, 8, 4, 4, 12, 4]
     assert Batches(corpus(lengths), length=LENGTH, batch_size=1).padding_share == pytest.approx(0.5)
     assert Batches(corpus(lengths), length=LENGTH, batch_size=1, packed=True).padding_share == 0
+
+
+def test_nothing_heavy_comes_with_the_package_or_its_commands() -> None:
+    code = "import sys, dspark_jax.cli; print(*{'grain', 'orbax', 'matplotlib'} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert ran.stdout == "\n"

@@ -16,7 +16,7 @@ from tiny_configs import CONFIGS
 import dspark_jax
 from dspark_jax.data.assemble import assemble
 from dspark_jax.data.batches import Batches
-from dspark_jax.data.cache_format import digest_of, facts_of_run
+from dspark_jax.data.cache_format import DIGEST, digest_of, facts_of_run
 from dspark_jax.data.cache_reader import FeatureCache
 from dspark_jax.data.cache_writer import CacheWriter
 from dspark_jax.data.capture import capture, features_of
@@ -91,7 +91,7 @@ def test_no_gradient_passes(model: Model, documents: Documents) -> None:
 
 def write(folder: Path, model: Model, documents: Documents, stop: int | None = None) -> None:
     """Writes the cache of all documents; killed, so to speak, behind sample `stop`."""
-    facts = FACTS | {"documents": digest_of(documents.documents)}
+    facts = FACTS | {DIGEST: digest_of(documents.documents)}
 
     class Stop(Exception): ...
 

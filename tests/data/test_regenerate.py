@@ -15,6 +15,7 @@ from dspark_jax.decoding.generate import Completion
 from dspark_jax.decoding.statistics import Counters, Statistics
 from dspark_jax.errors import NotFiniteError, RequestError
 from dspark_jax.jobs.prompts import Job, PromptReader
+from dspark_jax.jobs.results import Results
 from dspark_jax.jobs.text import Text
 from dspark_jax.model.model import abstract_model
 from dspark_jax.model.numerics import PRESETS
@@ -105,6 +106,16 @@ def test_the_lines_are_training_data(small: Path, reader: PromptReader, tmp_path
     for number, row in enumerate(rows):
         assert documents[number].ids.tolist() == row["ids"]
         assert documents[number].supervised.astype(int).tolist() == row["loss_mask"]
+
+
+def test_lines_of_generate_are_training_data_too(reader: PromptReader, tmp_path: Path) -> None:
+    jobs = [job for name in (1, 2) for job in reader.jobs_of(name, {"prompt": "w30 w31"})]
+    with Results(tmp_path / "out.jsonl", COMMON) as results:
+        for number, completion in Model().complete(jobs, 0, 0):
+            results.append(jobs[number], completion, reader.text)
+    documents = DocumentReader(reader.text, vocabulary=96, end_id=EOS, min_supervised=2).read(tmp_path / "out.jsonl")
+    assert [document.ids.tolist() for document in documents.documents] == [[30, 31, *said([30, 31], 40), EOS]] * 2
+    assert documents[0].supervised.tolist() == [False] * 2 + [True] * 3
 
 
 def test_where_it_thinks_each_turn_is_a_document(reader: PromptReader, tmp_path: Path) -> None:
