@@ -19,6 +19,10 @@ class CacheError(DsparkError):
     """A cache of target features is damaged, unfinished, in use, or was made for another run."""
 
 
+class RunError(DsparkError):
+    """A folder holds no run of training, another one, or one that is in use."""
+
+
 class RequestError(DsparkError):
     """A call or a command line asks for something impossible, such as a token id outside the vocabulary."""
 

@@ -5,7 +5,7 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,3 +95,11 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.add_tokens(list(CONTROL[len(BOUNDS) :]))
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[None]:
+    """What `QUICK` does, for programs that are compiled out of a test's reach."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

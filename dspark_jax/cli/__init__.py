@@ -13,7 +13,7 @@ import jax
 import tyro
 from tyro.extras import SubcommandApp
 
-from dspark_jax.cli import bench, crosscheck, data, generate, inspect
+from dspark_jax.cli import bench, crosscheck, data, generate, inspect, train
 from dspark_jax.cli.terminal import one_line_warnings, print_error
 from dspark_jax.errors import DsparkError
 
@@ -94,4 +94,6 @@ def _app() -> SubcommandApp:
     datas.command(data.cache)
     datas.command(data.describe)
     app.command(datas, name="data", help=DATA_DESCRIPTION)
+    app.command(train.train)
+    app.command(train.export)
     return app

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,6 +95,22 @@ def completions_bar(what: str, done: int, total: int) -> Iterator[Callable[[Stre
             speed = f"{(progress.tokens - tokens) / (now - since):.1f} tokens/s, " if now > since else ""
             rates = f"{speed}accepted length {progress.tokens / max(progress.rounds, 1):.2f}"
             bar.update(task, description="generating", completed=done + progress.completions, rates=rates)
+
+        yield report
+
+
+@contextmanager
+def training_bar(steps: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """A progress bar of training steps; the function it yields takes a step's record."""
+    with _display(BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rates]}"), TimeRemainingColumn()) as bar:
+        task = bar.add_task("compiling", total=steps, rates="")
+
+        def report(record: Mapping[str, Any]) -> None:
+            rates = (
+                f"loss {record['loss']:.3f}, accepted length {record['expected_length']:.2f} sampled, "
+                f"{record['greedy_length']:.2f} greedy"
+            )
+            bar.update(task, description="training", completed=record["step"] + 1, rates=rates)
 
         yield report
 

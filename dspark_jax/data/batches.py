@@ -12,6 +12,7 @@ from dspark_jax.data.assemble import assemble
 from dspark_jax.data.document import Corpus
 from dspark_jax.data.example import Example
 from dspark_jax.data.packing import Row, one_a_row, pack, padding_share
+from dspark_jax.decoding.request import SEEDS
 from dspark_jax.errors import RequestError, check_count
 
 READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=2)  # batches with features are large: few ahead
@@ -44,8 +45,10 @@ class Batches:
             seed: 0 to 2^32 - 1.
 
         Raises:
-            RequestError: a document is longer than a row, or all of them do not fill a batch.
+            RequestError: a number that cannot be; a document is longer than a row, or all of them do not fill a batch.
         """
+        if not isinstance(seed, int) or not 0 <= seed < SEEDS:
+            raise RequestError(f"seed is {seed!r}; expected an integer from 0 to {SEEDS - 1}.")
         self.corpus, self.packed, self.seed = corpus, packed, seed
         self.length, self.batch_size = check_count(length, "length"), check_count(batch_size, "batch_size")
         lengths = corpus.lengths

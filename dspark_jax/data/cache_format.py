@@ -145,15 +145,19 @@ def shard_sizes(records: np.ndarray, facts: Mapping[str, Any]) -> list[int]:
     return [int(count) * bytes_per_token(facts) for count in tokens]
 
 
-def manifest(facts: Facts, records: np.ndarray) -> bytes:
-    """Contents of the manifest of a whole cache."""
+def counts(records: np.ndarray, facts: Mapping[str, Any]) -> Facts:
+    """What the manifest says about the files, by its names."""
     shards = range(len(shard_sizes(records, facts)))
-    counts = {
+    return {
         "num_samples": len(records),
         "num_shards": len(shards),
         "shards": [{"file_name": shard_name(shard), "shard_id": shard} for shard in shards],
     }
-    return json.dumps(facts | FORMAT | counts, indent=2, sort_keys=True).encode()
+
+
+def manifest(facts: Facts, records: np.ndarray) -> bytes:
+    """Contents of the manifest of a whole cache."""
+    return json.dumps(facts | FORMAT | counts(records, facts), indent=2, sort_keys=True).encode()
 
 
 def facts_of_manifest(manifest: Facts, where: str) -> Facts:

@@ -18,6 +18,7 @@ from dspark_jax.data.cache_format import (
     Facts,
     bytes_per_token,
     check_facts,
+    counts,
     digest_of,
     facts_of_manifest,
     shard_name,
@@ -45,24 +46,19 @@ class FeatureCache:
             CacheError: unfinished, or files that are damaged, truncated or out of order.
         """
         self.directory = directory
-        where = str(directory / MANIFEST_FILE)
+        path = directory / MANIFEST_FILE
         manifest = read_manifest(directory)
-        self.facts = facts_of_manifest(manifest, where)
+        self.facts = facts_of_manifest(manifest, str(path))
         self.records = read_records(directory, self.facts)
-        found = [manifest.get("num_samples"), manifest.get("num_shards"), manifest.get("shards")]
-        names = [{"file_name": shard_name(shard), "shard_id": shard} for shard in range(len(self._sizes))]
-        for field, value, expected in zip(
-            ("num_samples", "num_shards", "shards"), found, (len(self.records), len(names), names), strict=True
-        ):
-            if value != expected:
-                raise CacheError(f"{where}: {field} is {value!r}; {INDEX_FILE} has {expected!r}, {WRITE_AGAIN}.")
+        self._sizes = shard_sizes(self.records, self.facts)
+        for field, expected in counts(self.records, self.facts).items():
+            if manifest.get(field) != expected:
+                raise CacheError(
+                    f"{path}: {field} is {manifest.get(field)!r}; {INDEX_FILE} has {expected!r}, {WRITE_AGAIN}."
+                )
         for shard, size in enumerate(self._sizes):
             check_size(directory / shard_name(shard), size)
         self._shards: dict[int, np.memmap] = {}
-
-    @property
-    def _sizes(self) -> list[int]:
-        return shard_sizes(self.records, self.facts)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -95,7 +91,7 @@ class FeatureCache:
             for field, end in zip(FIELDS, ends, strict=True)
         }
         ids, supervised = parts["ids"].view("<i4"), parts["supervised"]
-        limit = self.facts.get("vocab_size", ids.max(initial=-1) + 1)  # DeepSpec's manifest does not say it
+        limit = self.facts.get("vocab_size", 1 << 31)  # DeepSpec's manifest does not say it
         if (supervised > 1).any() or (ids < 0).any() or (ids >= limit).any():
             raise CacheError(
                 f"{self.directory / shard_name(shard)}: sample {number} has ids outside the vocabulary, or a loss mask "

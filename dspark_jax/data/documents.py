@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class Documents:
         """One of them."""
         return self.documents[number]
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """int64 [N], tokens of every document."""
         return np.array([len(document) for document in self.documents], np.int64)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dspark_jax.data.assemble import assemble
 from dspark_jax.data.batches import Batches
-from dspark_jax.data.cache_format import Facts, digest_of
+from dspark_jax.data.cache_format import INDEX_FILE, Facts, digest_of
 from dspark_jax.data.cache_reader import FeatureCache
 from dspark_jax.data.cache_writer import CacheWriter
 from dspark_jax.data.capture import capture
@@ -91,6 +91,6 @@ class PassingCache:
         return self._directory / f"part-{part:06d}"
 
     def _delete_others(self, part: int) -> None:
-        for directory in self._directory.glob("part-*"):
-            if directory != self._name(part):
-                shutil.rmtree(directory)
+        for index in self._directory.glob(f"part-[0-9]*/{INDEX_FILE}"):  # a folder of caches, and nobody else's
+            if index.parent != self._name(part):
+                shutil.rmtree(index.parent)

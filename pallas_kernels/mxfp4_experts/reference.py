@@ -48,7 +48,6 @@ def mxfp4_experts(
     awake = jnp.zeros(count, bool).at[jnp.where(live[:, None], picks, count)].set(True, mode="drop")
     visits = jnp.argsort(~awake, stable=True)[: min(count, picks.size)]  # awake experts first, in ascending order
 
-    @jax.checkpoint  # a gradient would otherwise keep every decoded expert
     def visit(number: jax.Array) -> jax.Array:
         expert = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), experts)
         chosen = (picks == number) & live[:, None]
@@ -56,8 +55,12 @@ def mxfp4_experts(
         out = _one_expert(x, weight, expert, limit, hidden_input)
         return jnp.where(jnp.any(chosen, axis=-1, keepdims=True), out, 0)
 
+    @jax.checkpoint  # a gradient would otherwise keep every decoded expert, and with the condition inside, all stacks
+    def visit_if_awake(number: jax.Array) -> jax.Array:
+        return jax.lax.cond(awake[number], lambda: visit(number), lambda: jnp.zeros(x.shape, jnp.float32))
+
     def add(total: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
-        return jax.lax.cond(awake[number], lambda: total + visit(number), lambda: total), None
+        return total + visit_if_awake(number), None
 
     total, _ = jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), visits)
     return total

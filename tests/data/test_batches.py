@@ -159,6 +159,8 @@ def test_data_that_do_not_fit_are_refused() -> None:
         Batches(corpus([3, 17]), length=LENGTH, batch_size=1)
     with pytest.raises(RequestError, match="3 documents fill 1 rows, and a batch has 2; give more data"):
         Batches(corpus([3, 4, 5]), length=LENGTH, batch_size=2, packed=True)
+    with pytest.raises(RequestError, match="seed is -1; expected an integer from 0 to 4294967295"):
+        Batches(corpus([3]), length=LENGTH, batch_size=1, seed=-1)
     with pytest.raises(RequestError, match="batch_size is 0"):
         Batches(corpus([3]), length=LENGTH, batch_size=0)
 

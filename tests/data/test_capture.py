@@ -29,6 +29,8 @@ from dspark_jax.errors import CacheError
 from dspark_jax.model.model import Model
 from dspark_jax.model.target import lm_logits
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 CONFIG = CONFIGS["two-streams"]
 LENGTHS = (20, 3, 13, 8, 1, 17, 11, 5)
 LENGTH, ROWS = 20, 2
@@ -36,7 +38,7 @@ FACTS = facts_of_run(CONFIG, "fingerprint", "float32")
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
+def model(quick: None) -> Model:
     return random_model(CONFIG, parts=("target",))
 
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 from conftest import Dspark
 
@@ -183,14 +182,6 @@ def test_a_line_that_cannot_be_is_named(
 
 
 # The commands --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def quick() -> Iterator[None]:
-    """Programs that take longer to compile than to run, where no bits are compared between programs."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.usefixtures("quick")
