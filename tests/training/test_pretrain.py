@@ -28,12 +28,14 @@ from pallas_kernels.hyper_connection import split_mixes
 from pallas_kernels.precision import contract
 
 CONFIG = ModelConfig.tiny(
-    num_hidden_layers=2,
-    compress_ratios=[0, 4, 0],
+    num_hidden_layers=1,
+    num_hash_layers=0,
+    compress_ratios=[4, 0],
     hc_sinkhorn_iters=3,
     index_n_heads=2,
-    dspark_target_layer_ids=[1],
+    dspark_target_layer_ids=[0],
 )
+BIAS = "target.layers.0.ffn.gate.bias"
 PLAN = Plan(batch=2, row_tokens=24, peak=1e-2, warm_up=4)
 
 
@@ -95,7 +97,7 @@ class TestLoss:
         total = jax.tree.map(jnp.add, gradients["cross_entropy"], gradients["indexer"])
         assert all(bool(jnp.isfinite(value).all()) for value in total.values())
         idle = [name for name, value in total.items() if not (value != 0).any()]
-        assert idle == ["target.layers.1.ffn.gate.bias"]
+        assert idle == [BIAS]
 
     def test_the_indexer_learns_from_its_divergence_and_nothing_else_does(
         self, found: tuple[jax.Array, Losses, Gradients]
@@ -104,7 +106,7 @@ class TestLoss:
         for part, belongs in (("indexer", True), ("cross_entropy", False)):
             moved = {name for name, value in gradients[part].items() if (value != 0).any()}
             expected = {name for name in gradients[part] if (".indexer." in name) is belongs}
-            assert moved == expected - {"target.layers.1.ffn.gate.bias"}
+            assert moved == expected - {BIAS}
 
 
 class TestIndexDivergence:
@@ -159,11 +161,10 @@ class TestSteps:
         np.testing.assert_array_equal(pretrain.rows_of_step(stream, jnp.int32(7), PLAN), rows[7])
 
     def test_biases_move_toward_equal_load(self) -> None:
-        name = "target.layers.1.ffn.gate.bias"
-        loads = jnp.array([0.5, 0.5, 0.0, 0.0]), jnp.array([0.25, 0.5, 0.25, 0.0])
-        moved = pretrain.balanced({name: jnp.zeros(4), "other": jnp.ones(2)}, loads, 0.1)
-        np.testing.assert_allclose(moved[name], [0, -0.1, 0, 0.1], atol=1e-7)
-        assert list(moved) == [name, "other"] and (moved["other"] == 1).all()
+        loads = jnp.array([0.25, 0.5, 0.25, 0.0]), jnp.array([0.5, 0.5, 0.0, 0.0])  # the second layer has no bias
+        moved = pretrain.balanced({BIAS: jnp.zeros(4), "other": jnp.ones(2)}, loads, 0.1)
+        np.testing.assert_allclose(moved[BIAS], [0, -0.1, 0, 0.1], atol=1e-7)
+        assert list(moved) == [BIAS, "other"] and (moved["other"] == 1).all()
 
     def test_load_is_the_share_of_picks(self) -> None:
         routing = Routing(jnp.array([[[0, 1], [0, 2]], [[0, 1], [3, 2]]]), jnp.ones((2, 2, 2)))
@@ -210,14 +211,13 @@ class TestRun:
         assert [path.name for path in tmp_path.iterdir()] == ["folder"]
         loaded = dspark_jax.load(tmp_path / "folder", "bfloat16")
         stream = jnp.tile(jnp.arange(90, dtype=jnp.uint16), 12)
-        for step in range(train_target.VALIDATION_STEPS):
-            rows = pretrain.rows_of_step(stream, jnp.int32(step), PLAN)
-            assert (forward(loaded, rows[:, :-1]).logits.argmax(-1) == rows[:, 1:]).mean() > 0.8
+        rows = pretrain.rows_of_step(stream, jnp.int32(0), PLAN)
+        assert (forward(loaded, rows[:, :-1]).logits.argmax(-1) == rows[:, 1:]).mean() > 0.8
         names = [name for name, _ in weights_of(trained)]
-        for name, value in masters(loaded, names).items():
-            np.testing.assert_array_equal(value, masters(trained, [name])[name])
-            same = bool((value == masters(model, [name])[name]).all())
-            assert same == name.startswith("drafter.") or name.endswith("gate.bias"), name
+        stored, kept, before = (jax.jit(lambda m: masters(m, names))(one) for one in (loaded, trained, model))
+        for name in names:
+            np.testing.assert_array_equal(stored[name], kept[name])
+            assert (stored[name] == before[name]).all() == name.startswith("drafter."), name
 
     def test_released_masters_have_the_loss_that_they_had(
         self, target: Model, parameters: Parameters, ids: jax.Array, found: tuple[jax.Array, Losses, Gradients]
