@@ -149,6 +149,39 @@ def test_generate_takes_samples_and_refuses_what_does_not_fit(model: Model, stre
         dspark_jax.stream(model, [Request([1])], batch_size=0)
 
 
+# What rounds did -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def traced(model: Model, requests: list[Request]) -> dict[int, Completion]:
+    return dict(dspark_jax.stream(model, requests, PLACES, logprobs=True, trace=True))
+
+
+def test_a_trace_changes_nothing_else(traced: dict[int, Completion], streamed: dict[int, Completion]) -> None:
+    assert {number: replace(completion, rounds=None) for number, completion in traced.items()} == streamed
+
+
+def test_rounds_add_up_to_the_statistics(model: Model, requests: list[Request], traced: dict[int, Completion]) -> None:
+    """Also in places that others had before."""
+    for number, completion in traced.items():
+        rounds, statistics = completion.rounds, completion.statistics
+        assert rounds is not None
+        ends = np.cumsum([0, *(entry.tokens for entry in rounds)]).tolist()
+        assert [*(entry.begin for entry in rounds), len(completion.tokens)] == ends
+        assert len(rounds) == statistics.rounds
+        assert sum(entry.tokens - entry.accepted for entry in rounds) == statistics.bonus_tokens
+        for k in range(model.block_size):
+            assert sum(entry.offered > k for entry in rounds) == statistics.offering_rounds[k]
+            assert sum(entry.accepted > k for entry in rounds) == statistics.accepting_rounds[k]
+            reached = sum(entry.offered > k and entry.accepted >= k for entry in rounds)
+            assert reached == statistics.reached_rounds[k]
+        assert all(len(entry.confidence) == entry.offered for entry in rounds)
+        assert requests[number].draft_tokens != 0 or not any(entry.offered for entry in rounds)
+    every = [entry for completion in traced.values() for entry in completion.rounds or ()]
+    assert any(entry.tokens == entry.accepted for entry in every), "a round ends at an accepted stop id"
+    assert len({entry.confidence[0] for entry in every if entry.offered}) > 30
+
+
 # The pure function ---------------------------------------------------------------------------------------------------
 
 
