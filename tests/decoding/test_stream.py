@@ -11,7 +11,7 @@ from random_model import random_model
 from tiny_configs import CONFIGS
 
 import dspark_jax
-from dspark_jax import Completion, Generation, Model, Request, Sampling
+from dspark_jax import Completion, Generation, Model, Request, Sampling, Statistics
 from dspark_jax.decoding import stream as streaming
 from dspark_jax.decoding.programs import start
 
@@ -168,13 +168,7 @@ def test_rounds_add_up_to_the_statistics(model: Model, requests: list[Request], 
         assert rounds is not None
         ends = np.cumsum([0, *(entry.tokens for entry in rounds)]).tolist()
         assert [*(entry.begin for entry in rounds), len(completion.tokens)] == ends
-        assert len(rounds) == statistics.rounds
-        assert sum(entry.tokens - entry.accepted for entry in rounds) == statistics.bonus_tokens
-        for k in range(model.block_size):
-            assert sum(entry.offered > k for entry in rounds) == statistics.offering_rounds[k]
-            assert sum(entry.accepted > k for entry in rounds) == statistics.accepting_rounds[k]
-            reached = sum(entry.offered > k and entry.accepted >= k for entry in rounds)
-            assert reached == statistics.reached_rounds[k]
+        assert Statistics.of_rounds(rounds, model.block_size) == statistics
         assert all(len(entry.confidence) == entry.offered for entry in rounds)
         assert requests[number].draft_tokens != 0 or not any(entry.offered for entry in rounds)
     every = [entry for completion in traced.values() for entry in completion.rounds or ()]
