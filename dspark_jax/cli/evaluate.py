@@ -148,8 +148,8 @@ def _decode(
     with bytes_bar("loading weights") as progress:
         model = loading.model(devices, progress)
     with completions_bar("compiling and generating", total - len(jobs), total) as report:
-        for job, completion in decode(model, jobs, batch_size, report):
-            results.append(job, completion, tokenizer)
+        for number, completion in decode(model, [job.request for job in jobs], batch_size, report):
+            results.append(jobs[number], completion, tokenizer)
 
 
 def _refuse_broken(decoded: Sequence[Decoded]) -> None:

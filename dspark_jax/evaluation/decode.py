@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark_jax.decoding.generate import Completion
+from dspark_jax.decoding.request import Request
 from dspark_jax.decoding.sampling import GREEDY_BELOW
 from dspark_jax.decoding.statistics import Statistics
 from dspark_jax.decoding.stream import StreamProgress, stream
@@ -73,20 +74,23 @@ def read_jobs(path: Path, reader: PromptReader, temperatures: Sequence[float]) -
 
 
 def decode(
-    model: Model, jobs: Sequence[Job], batch_size: int, progress: Callable[[StreamProgress], None] | None = None
-) -> Iterator[tuple[Job, Completion]]:
-    """Completes jobs and traces their rounds.
+    model: Model,
+    requests: Sequence[Request],
+    batch_size: int = 8,
+    progress: Callable[[StreamProgress], None] | None = None,
+) -> Iterator[tuple[int, Completion]]:
+    """Completes requests like `stream`, traced, and cut at their budgets but for what the last round did.
 
     Yields:
-        A job and its completion, cut at its budget but for the last round, in the order in which they finish.
+        The number of a request and its completion, in the order in which they finish.
 
     Raises:
         RequestError: see `stream`.
         SilentDrafterError: see `stream`.
     """
-    roomy = [replace(job.request, max_new_tokens=job.request.max_new_tokens + model.block_size) for job in jobs]
+    roomy = [replace(request, max_new_tokens=request.max_new_tokens + model.block_size) for request in requests]
     for number, completion in stream(model, roomy, batch_size, progress=progress, trace=True):
-        yield jobs[number], cut(completion, jobs[number].request.max_new_tokens, model.block_size)
+        yield number, cut(completion, requests[number].max_new_tokens, model.block_size)
 
 
 def cut(completion: Completion, budget: int, block: int) -> Completion:

@@ -147,9 +147,9 @@ def test_a_target_that_is_not_finite_is_named(
 ) -> None:
     """A planted fault: one completion is marked by a loop that met a number which is none."""
 
-    def broken(model: Any, jobs: Any, *_: Any) -> Any:
-        yield from ((job, completion("length", (3, 1, 2))) for job in jobs[1:])
-        yield jobs[0], replace(completion("length", (3, 1, 2)), finish_reason="not_finite")
+    def broken(model: Any, requests: Any, *_: Any) -> Any:
+        yield from ((number, completion("length", (3, 1, 2))) for number in range(1, len(requests)))
+        yield 0, replace(completion("length", (3, 1, 2)), finish_reason="not_finite")
 
     monkeypatch.setattr(command, "decode", broken)
     ran = dspark(*arguments(tmp_path / "out"))
