@@ -180,12 +180,7 @@ def _headline(run: Run) -> dict[str, Any]:
 def _print_runs(runs: Sequence[Run]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column(no_wrap=True)
-    headers = (
-        "rounds",
-        "accepted length\nbonus included",
-        "prefix acceptance\nby position",
-        "calibration error\n(scaled)",
-    )
+    headers = ("rounds", "accepted length\nbonus included", "prefix acceptance\nby position, %", "ECE\n(scaled)")
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
     for run in runs:
@@ -197,7 +192,7 @@ def _print_runs(runs: Sequence[Run]) -> None:
             run.name,
             f"{run.overall.rounds}",
             f"[bold]{length.value:.2f}[/]{interval}",
-            " ".join("" if share is None else f"{share:4.0%}" for share in shares),
+            " ".join("-" if share is None else f"{100 * share:.0f}" for share in shares),
             f"{run.temperatures.ece_before:.3f}" + ("" if after is None else f" ({after:.3f})"),
         )
     RESULT.print(table)
