@@ -58,13 +58,15 @@ def search(log: RoundLog, grid: np.ndarray = GRID) -> Fit:
 def held_out_logits(log: RoundLog) -> np.ndarray | None:
     """Confidence over temperatures that were found without the prompt it belongs to, float64 [N, g].
 
-    The prompts of even and of odd number take turns as the ones to learn from. None if one half has no rounds.
+    Two halves of the prompts, drawn once and for all, take turns as the one to learn from. None if there is one prompt.
     """
-    odd = log.prompt % 2 == 1
-    if odd.all() or not odd.any():
+    prompts, number = np.unique(log.prompt, return_inverse=True)
+    if len(prompts) < 2:
         return None
-    found = [search(log.where(~odd)).temperatures, search(log.where(odd)).temperatures]
-    return log.confidence / np.where(odd[:, None], *found)
+    # Drawn, since kinds of prompts may alternate in a file.
+    first = np.random.default_rng(0).permutation(len(prompts))[number] % 2 == 0
+    of_first, of_second = (search(log.where(half)).temperatures for half in (first, ~first))
+    return log.confidence / np.where(first[:, None], of_second, of_first)
 
 
 @dataclass(frozen=True)

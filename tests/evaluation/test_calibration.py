@@ -1,6 +1,7 @@
 """Reliability of confidence and its temperatures: DeepSeek's own figures, synthetic heads, files that are refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -96,15 +97,18 @@ def test_the_order_of_samples_changes_nothing(log: RoundLog) -> None:
 
 
 def test_held_out_temperatures_have_not_seen_their_prompts() -> None:
-    """A planted leak: halves that need opposite temperatures. Each must get the other's."""
-    log = overconfident(4_000, [2.0])
-    odd = log.prompt % 2 == 1
-    halves = [search(log.where(half)).temperatures[0] for half in (odd, ~odd)]
-    assert halves[0] != halves[1]
+    """Two temperatures in use, each on half of the prompts and found on the other half."""
+    log = replace(overconfident(400, [2.0]), prompt=np.arange(400) // 10)
     scaled = held_out_logits(log)
-    np.testing.assert_allclose(log.confidence[~odd] / scaled[~odd], halves[0])
-    np.testing.assert_allclose(log.confidence[odd] / scaled[odd], halves[1])
-    assert held_out_logits(log.where(odd)) is None
+    assert scaled is not None
+    used = np.round(log.confidence[:, 0] / scaled[:, 0], 9)
+    low, high = np.unique(used)
+    halves = [set(log.prompt[used == temperature].tolist()) for temperature in (low, high)]
+    assert [len(half) for half in halves] == [20, 20] and not halves[0] & halves[1]
+    assert search(log.where(used == low)).temperatures[0] == pytest.approx(high)
+    assert search(log.where(used == high)).temperatures[0] == pytest.approx(low)
+    assert all({prompt % 2 for prompt in half} == {0, 1} for half in halves), "kinds may alternate in a file"
+    assert held_out_logits(log.where(log.prompt == 3)) is None
 
 
 def test_positions_that_were_never_offered_keep_their_confidence() -> None:
