@@ -10,12 +10,13 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from dspark_jax.errors import ConfigError
 from pallas_kernels.block_scaled import BLOCKS
 
 LayerKind = Literal["sliding", "csa", "hca"]
+MarkovHeadKind = Literal["vanilla", "gated", "rnn"]
 
 OVERLAP_RATIO = 4  # the one ratio whose windows overlap and whose entries an indexer selects (CSA)
 LARGEST_INTEGER = 2**31 - 1  # sizes and ids are int32 on the device
@@ -66,12 +67,15 @@ class DrafterConfig:
         noise_token_id: id fed to every slot but the anchor's.
         target_layer_ids: target layers whose outputs are the taps, ascending.
         markov_rank: width of the Markov head.
+        markov_head: its kind. Released checkpoints do not say, and have the vanilla one; the others are this package's
+            own extension, for drafters trained with it.
     """
 
     block_size: int
     noise_token_id: int
     target_layer_ids: tuple[int, ...]
     markov_rank: int
+    markov_head: MarkovHeadKind = "vanilla"
 
 
 @dataclass(frozen=True)
@@ -176,6 +180,8 @@ class ModelConfig:
         """The configuration as a `config.json` that `from_dict` reads back to an equal value."""
         raw = dataclasses.asdict(self)
         drafter = raw.pop("drafter") or {}
+        if drafter.get("markov_head") == "vanilla":
+            del drafter["markov_head"]  # as released checkpoints have it
         raw["eos_token_id"] = self.eos_token_id[0] if len(self.eos_token_id) == 1 else list(self.eos_token_id)
         raw["rope_scaling"] = {**raw["rope_scaling"], "type": "yarn"}
         raw |= {f"dspark_{name}": value for name, value in drafter.items()}
@@ -303,6 +309,12 @@ class _Reader:
             raise self.error(name, "a token id or a list of token ids")
         return tuple(ids)
 
+    def one_of(self, name: str, choices: tuple[str, ...], default: str) -> Any:
+        value = self.raw.get(name, default)
+        if value not in choices:
+            raise self.error(name, f"one of {', '.join(choices)}")
+        return value
+
     def rope_scaling(self, name: str) -> RopeScaling:
         value = self.raw.get(name)
         if not isinstance(value, Mapping) or value.get("type", value.get("rope_type")) != "yarn":
@@ -323,6 +335,7 @@ class _Reader:
             noise_token_id=self.integer("dspark_noise_token_id", minimum=0),
             target_layer_ids=self.integers("dspark_target_layer_ids"),
             markov_rank=self.integer("dspark_markov_rank"),
+            markov_head=self.one_of("dspark_markov_head", get_args(MarkovHeadKind), default="vanilla"),
         )
 
 

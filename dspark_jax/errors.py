@@ -15,8 +15,20 @@ class CheckpointError(DsparkError):
     """A checkpoint file is missing, damaged, or does not hold what its configuration promises."""
 
 
+class CacheError(DsparkError):
+    """A cache of target features is damaged, unfinished, in use, or was made for another run."""
+
+
+class RunError(DsparkError):
+    """A folder holds no run of training, another one, or one that is in use."""
+
+
 class RequestError(DsparkError):
     """A call or a command line asks for something impossible, such as a token id outside the vocabulary."""
+
+
+class CorpusError(DsparkError):
+    """A file of prepared training text is not what it should be."""
 
 
 class NotFiniteError(DsparkError):

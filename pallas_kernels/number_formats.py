@@ -90,6 +90,11 @@ def unpack_nibbles(packed: jax.Array) -> jax.Array:
     return pairs.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
+def pack_nibbles(codes: jax.Array) -> jax.Array:
+    """The inverse of `unpack_nibbles`: uint8 [..., k] of 4-bit codes -> uint8 [..., k/2]."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
 def encode_e4m3(values: jax.Array) -> jax.Array:
     """float32 -> e4m3 uint8 of the same shape: to nearest, ties to even, saturating at +-448.
 

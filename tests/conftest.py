@@ -5,7 +5,7 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,3 +71,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(GOLDEN / "tiny-a", folder, ignore=shutil.ignore_patterns("expected*", "README*"))
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
+
+
+BOUNDS = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
+CONTROL = (*BOUNDS, "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "｜DSML｜")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random checkpoint with the control tokens of DeepSeek-V4 and words `w7` to `w95`."""
+    from random_model import random_model
+    from tiny_configs import CONFIGS
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    import dspark_jax
+
+    folder = tmp_path_factory.mktemp("small")
+    dspark_jax.save(random_model(CONFIGS["two-streams"]), folder)
+    words = [*CONTROL, *(f"w{i}" for i in range(len(CONTROL), 96))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w7"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(list(BOUNDS))
+    tokenizer.add_tokens(list(CONTROL[len(BOUNDS) :]))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[None]:
+    """What `QUICK` does, for programs that are compiled out of a test's reach."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -167,6 +167,7 @@ class TestWhatIsRead:
         assert dataclasses.asdict(config.rope_scaling) == without(raw["rope_scaling"], "type")
         if "dspark_block_size" in raw:
             drafter = {f"dspark_{name}": value for name, value in dataclasses.asdict(config.drafter).items()}
+            assert drafter.pop("dspark_markov_head") == "vanilla"
             assert drafter == {n: tuple(raw[n]) if isinstance(raw[n], list) else raw[n] for n in DSPARK_FIELDS}
         else:
             assert config.drafter is None
@@ -395,7 +396,7 @@ class TestFields:
         fields = {field.name for field in dataclasses.fields(ModelConfig)} - {"drafter"}
         fields |= {f"rope_scaling.{field.name}" for field in dataclasses.fields(RopeScaling)}
         fields |= {f"dspark_{field.name}" for field in dataclasses.fields(DrafterConfig)}
-        assert fields == set(REQUIRED) - {*NAMES, *INSIDE, "quantization_config"}
+        assert fields == set(REQUIRED) - {*NAMES, *INSIDE, "quantization_config"} | {"dspark_markov_head"}
         assert {*REQUIRED, *INFORMATIONAL} >= set(FLASH)
 
     @pytest.mark.parametrize("field", REQUIRED)
@@ -407,6 +408,20 @@ class TestFields:
     def test_a_wrong_value_is_named(self, field: str, value: Any) -> None:
         message = refusal(changed(FLASH, field, value))
         assert f"field {field!r} is {value!r}; expected" in message
+
+    @pytest.mark.parametrize("kind", ["gated", "rnn"])
+    def test_another_markov_head_is_kept(self, kind: str) -> None:
+        config = read(FLASH | {"dspark_markov_head": kind})
+        assert config.drafter is not None and config.drafter.markov_head == kind
+        assert read(config.to_dict()) == config
+
+    def test_the_vanilla_markov_head_is_not_written_down(self) -> None:
+        assert "dspark_markov_head" not in read(FLASH | {"dspark_markov_head": "vanilla"}).to_dict()
+
+    @pytest.mark.parametrize("value", ["lstm", None, 1])
+    def test_an_unknown_markov_head_is_named(self, value: Any) -> None:
+        message = refusal(FLASH | {"dspark_markov_head": value})
+        assert f"field 'dspark_markov_head' is {value!r}; expected one of vanilla, gated, rnn" in message
 
     @pytest.mark.parametrize("raw", [None, [], "deepseek_v4", 4, True])
     def test_the_whole_must_be_an_object(self, raw: Any) -> None:

@@ -127,7 +127,7 @@ def test_equal_scores_go_to_the_lowest_entry() -> None:
     rng = np.random.default_rng(0)
     entries = rng.integers(0, 3, (1, 4096, 4)).astype(np.float32)
     query, weights = np.ones((1, 1, 1, 4), np.float32), np.ones((1, 1, 1), np.float32)
-    picks = jax.jit(top_entries, static_argnums=(4, 5))(
+    picks, _ = jax.jit(top_entries, static_argnums=(4, 5))(
         query, weights, entries, jnp.full((1, 1), 4000, jnp.int32), 512, PRESETS["float32"]
     )
     best = np.lexsort((np.arange(4000), -entries[0, :4000].sum(axis=-1)))[:512]

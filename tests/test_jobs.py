@@ -14,11 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import QUICK, Dspark
-from random_model import random_model
-from tiny_configs import CONFIGS
-from tokenizers import Tokenizer, models, pre_tokenizers
 
-import dspark_jax
 from dspark_jax import RequestError
 from dspark_jax.config import ModelConfig
 from dspark_jax.decoding.generate import Completion
@@ -198,23 +194,6 @@ def test_numbers_that_json_lacks_become_null(reader: PromptReader, jobs: list[Jo
 
 
 # The command ---------------------------------------------------------------------------------------------------------
-
-BOUNDS = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
-CONTROL = (*BOUNDS, "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "｜DSML｜")
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random checkpoint with the control tokens of DeepSeek-V4 and words `w7` to `w95`."""
-    folder = tmp_path_factory.mktemp("small")
-    dspark_jax.save(random_model(CONFIGS["two-streams"]), folder)
-    words = [*CONTROL, *(f"w{i}" for i in range(len(CONTROL), 96))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w7"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens(list(BOUNDS))
-    tokenizer.add_tokens(list(CONTROL[len(BOUNDS) :]))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 def test_dialogues_and_prompts_from_one_file(small: Path, lines: Lines, dspark: Dspark, tmp_path: Path) -> None:

@@ -55,7 +55,6 @@ _PLACES = (
     (r"target\.", ""),
     (r"drafter\.stages\.", "mtp."),
     (r"drafter\.main_", "mtp.0.main_"),
-    (r"drafter\.markov_", "mtp.{last}.markov_head.markov_"),
     (r"drafter\.confidence", "mtp.{last}.confidence_head.proj"),
     (r"drafter\.", "mtp.{last}."),
 )
@@ -94,7 +93,7 @@ def tensor_names(entries: tuple[Entry, ...]) -> Iterator[str]:
 
 
 def _entries(path: str, variable: nnx.Variable, config: ModelConfig) -> Iterator[Entry]:
-    name, axes = _official_name(path, config), _logical_axes(path)
+    name, axes = _official_name(path, config), logical_axes(path)
     value = variable.get_value()
     if isinstance(value, BlockScaled):
         yield _entry(f"{name}.weight", _PACKED_DTYPES[value.format], value.payload, axes)
@@ -122,5 +121,6 @@ def _official_name(path: str, config: ModelConfig) -> str:
     raise AssertionError(f"no rule names the module path {path}")
 
 
-def _logical_axes(path: str) -> tuple[Axis | None, ...]:
+def logical_axes(path: str) -> tuple[Axis | None, ...]:
+    """The logical axes of the weight at a module path, or () if it is never split."""
     return next((axes for end, axes in _AXES if re.search(f"{end}$", path)), ())

@@ -30,10 +30,11 @@ def _shards(model: Model) -> Iterator[dict[str, np.ndarray]]:
     for entry, leaf in zip(layout(model), jax.tree.leaves(model), strict=True):
         groups.setdefault(shard_key(entry.names[0]), []).append((entry, leaf))
     for key in sorted(groups, key=shard_order):
-        yield {name: tensor for entry, leaf in groups[key] for name, tensor in _tensors(entry, leaf)}
+        yield {name: tensor for entry, leaf in groups[key] for name, tensor in tensors_of(entry, leaf)}
 
 
-def _tensors(entry: Entry, leaf: jax.Array) -> Iterator[tuple[str, np.ndarray]]:
+def tensors_of(entry: Entry, leaf: jax.Array) -> Iterator[tuple[str, np.ndarray]]:
+    """A leaf as the tensors that the file holds, each in the file's dtype: official name and array."""
     values = np.asarray(leaf)
     stack = values if entry.stacked else values[None]
     dtype = np.dtype(DTYPES[entry.dtype])

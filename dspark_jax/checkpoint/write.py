@@ -37,14 +37,28 @@ def write_folder(directory: str | Path, config: dict[str, Any], shards: Iterable
         CheckpointError: `directory` is occupied, there is nothing to write, a tensor cannot be stored or comes twice,
             or the disk refuses. Exceptions from `shards` pass unchanged. In every case no file is left behind.
     """
+    with new_folder(directory) as work:
+        _write_contents(work, config, shards)
+
+
+@contextmanager
+def new_folder(directory: str | Path) -> Iterator[Path]:
+    """A hidden folder beside `directory` to write into, which takes its name at the end, or is removed on an error.
+
+    Raises:
+        CheckpointError: `directory` is occupied, or the disk refuses to make or rename the folder.
+    """
     target = Path(directory).resolve()  # a rename replaces an empty folder, but not a link to one
     _refuse_occupied(target)
     work = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
     try:
-        with _refusals_explained(work):
+        with refusals_explained(work):
             work.mkdir(parents=True)
-        _write_contents(work, config, shards)
-        with _refusals_explained(target):
+        yield work
+        with refusals_explained(work):
+            for path in (*work.iterdir(), work):
+                _flush(path)
+        with refusals_explained(target):
             work.rename(target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -61,7 +75,7 @@ def index(weight_map: Mapping[str, str], size: int) -> dict[str, Any]:
 
 
 def _refuse_occupied(target: Path) -> None:
-    with _refusals_explained(target):
+    with refusals_explained(target):
         occupied = os.path.lexists(target) and (not target.is_dir() or os.path.ismount(target) or any(target.iterdir()))
     if occupied:
         raise CheckpointError(
@@ -77,11 +91,9 @@ def _write_contents(work: Path, config: dict[str, Any], shards: Iterable[Mapping
         raise CheckpointError("expected at least one shard of tensors to write, found none.")
     names = {number: shard_name(number, len(sizes)) for number in range(1, len(sizes) + 1)}
     write_json(work / INDEX_FILE, index({tensor: names[number] for tensor, number in shard_of.items()}, sum(sizes)))
-    with _refusals_explained(work):
+    with refusals_explained(work):
         for number, name in names.items():
             _unnumbered(work, number).rename(work / name)
-        for path in (*work.iterdir(), work):
-            _flush(path)
 
 
 def _write_shards(work: Path, shards: Iterable[Mapping[str, np.ndarray]]) -> tuple[dict[str, int], list[int]]:
@@ -96,7 +108,7 @@ def _write_shards(work: Path, shards: Iterable[Mapping[str, np.ndarray]]) -> tup
         number = len(sizes) + 1  # enumerate would keep hold of the shard
         tensors = _storable(shard, number, shard_of)
         path = _unnumbered(work, number)
-        with _refusals_explained(path):
+        with refusals_explained(path):
             save_file(tensors, path, metadata=FILE_METADATA)
             shutil.copymode(work / CONFIG_FILE, path)  # the library lets nobody but the owner read
         shard_of |= dict.fromkeys(tensors, number)
@@ -135,7 +147,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
         CheckpointError: the disk refuses.
     """
     text = json.dumps(value, indent=2) + "\n"
-    with _refusals_explained(path):
+    with refusals_explained(path):
         path.write_text(text, encoding="utf-8")
 
 
@@ -149,7 +161,8 @@ def _flush(path: Path) -> None:
 
 
 @contextmanager
-def _refusals_explained(path: Path) -> Iterator[None]:
+def refusals_explained(path: Path) -> Iterator[None]:
+    """Inside, what the disk refuses is a CheckpointError that names `path`."""
     try:
         yield
     except (OSError, SafetensorError) as error:

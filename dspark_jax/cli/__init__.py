@@ -13,7 +13,7 @@ import jax
 import tyro
 from tyro.extras import SubcommandApp
 
-from dspark_jax.cli import bench, crosscheck, evaluate, generate, inspect
+from dspark_jax.cli import bench, crosscheck, data, evaluate, generate, inspect
 from dspark_jax.cli.terminal import one_line_warnings, print_error
 from dspark_jax.errors import DsparkError
 
@@ -29,11 +29,14 @@ Examples:
   dspark inspect --checkpoint DeepSeek-V4-Flash-0731
   dspark crosscheck compare --checkpoint tests/golden/tiny-a --record tests/golden/tiny-a/expected.safetensors
   dspark bench load --synthetic-gb 4
+  dspark data regenerate --checkpoint DeepSeek-V4-Flash-0731 --prompts prompts.jsonl --out data.jsonl
   dspark generate --help"""
 
 CROSSCHECK_DESCRIPTION = "Check this package's numbers against PyTorch's: `crosscheck compare`."
 
 BENCH_DESCRIPTION = "Measure this machine: `bench load`, `bench generate`."
+
+DATA_DESCRIPTION = "Data to train a drafter on: `data regenerate`, `data cache`, `data describe`."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +83,7 @@ def short_reason(error: BaseException) -> str:
 
 
 def _app() -> SubcommandApp:
-    app, crosschecks, benches = SubcommandApp(), SubcommandApp(), SubcommandApp()
+    app, crosschecks, benches, datas = SubcommandApp(), SubcommandApp(), SubcommandApp(), SubcommandApp()
     app.command(generate.generate)
     app.command(evaluate.evaluate)
     app.command(inspect.inspect)
@@ -89,4 +92,8 @@ def _app() -> SubcommandApp:
     benches.command(bench.load)
     benches.command(bench.generate)
     app.command(benches, name="bench", help=BENCH_DESCRIPTION)
+    datas.command(data.regenerate)
+    datas.command(data.cache)
+    datas.command(data.describe)
+    app.command(datas, name="data", help=DATA_DESCRIPTION)
     return app

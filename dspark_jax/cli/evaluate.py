@@ -18,11 +18,12 @@ from dspark_jax.checkpoint.fingerprint import fingerprint
 from dspark_jax.cli.options import ONE_DEVICE, Devices, Loading
 from dspark_jax.cli.terminal import RESULT, bytes_bar, completions_bar, print_json, print_warning, spinner
 from dspark_jax.config import ModelConfig
+from dspark_jax.data.files import replace
 from dspark_jax.decoding.request import SETTINGS, Request, check_request
 from dspark_jax.errors import NotFiniteError, RequestError, check_count
 from dspark_jax.evaluation.decode import Decoded, decode, read_decoded, read_jobs
-from dspark_jax.evaluation.files import write_json, write_text
 from dspark_jax.evaluation.report import Report, Run
+from dspark_jax.jobs.json_lines import to_line
 from dspark_jax.jobs.prompts import FIELDS, Job, PromptReader
 from dspark_jax.jobs.results import Results
 from dspark_jax.jobs.text import Text as TextCoding
@@ -118,8 +119,8 @@ def evaluate(
                 "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             }
             report = Report(ran, [Run.of(each, prompts.name, model) for each in decoded])
-            write_json(out / REPORT, report.to_dict())
-            write_text(out / PAGE, render(report))
+            replace(out / REPORT, [to_line(report.to_dict()).encode(), b"\n"])
+            replace(out / PAGE, [render(report).encode()])
             report.temperatures.save(out / TEMPERATURES)
     if json:
         print_json({"out": str(out), "new_completions": len(missing), "runs": [_headline(run) for run in report.runs]})

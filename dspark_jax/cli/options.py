@@ -49,7 +49,7 @@ class Loading:
 
 
 @dataclass(frozen=True)
-class Decoding:
+class Answering:
     """How prompts are completed."""
 
     max_new_tokens: Annotated[int, arg(metavar="N")] = Request.max_new_tokens
@@ -68,14 +68,20 @@ class Decoding:
     """Drafts offered in a round; 0 decodes plainly. Greedy tokens are the same whatever it is."""
     greedy_drafts: bool = Request.greedy_drafts
     """Let the drafter propose its likeliest tokens instead of drawing them: the same distribution, fewer accepted."""
-    logprobs: bool = False
-    """Record log-probabilities of the new tokens (JSON)."""
     thinking: Annotated[chat.Thinking, arg(help_behavior_hint="(default: high)")] = "high"
     """How long the model reasons before it answers messages."""
 
     def settings(self) -> dict[str, Any]:
         """Those of every request, by the names of `Request`."""
         return {name: getattr(self, name) for name in SETTINGS if hasattr(self, name)}
+
+
+@dataclass(frozen=True)
+class Decoding(Answering):
+    """How prompts are completed, and what is recorded."""
+
+    logprobs: bool = False
+    """Record log-probabilities of the new tokens (JSON)."""
 
 
 UNLESS_ASKED = Decoding()

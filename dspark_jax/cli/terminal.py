@@ -16,6 +16,7 @@ from rich.progress import (
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
     TransferSpeedColumn,
 )
 from rich.text import Text
@@ -60,6 +61,14 @@ def one_line_warnings() -> Iterator[None]:
 def bytes_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar; the function it yields takes the bytes done and the bytes in all."""
     with _display(BarColumn(), DownloadColumn(), TransferSpeedColumn()) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def tokens_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar; the function it yields takes the tokens done and the tokens in all."""
+    with _display(BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn()) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

@@ -1,6 +1,8 @@
 """What a training step sees of its data."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -43,3 +45,14 @@ class Example:
         index = jnp.broadcast_to(jnp.arange(self.ids.shape[1], dtype=jnp.int32), self.ids.shape)
         begins = jnp.diff(self.document, axis=1, prepend=self.document[:, :1] - 1) != 0
         return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+
+
+class Examples(Protocol):
+    """Where training takes its examples from: with features or without, each found by the number of its step."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Examples after which the data begin anew."""
+
+    def starting_at(self, step: int) -> Iterator[Example]:
+        """The examples of this and all later steps, without end, the same whenever they are asked for."""

@@ -11,7 +11,6 @@ from dspark_jax.evaluation.acceptance import Acceptance, acceptance, by_category
 from dspark_jax.evaluation.calibration import Calibration, calibrate
 from dspark_jax.evaluation.decode import Decoded
 from dspark_jax.evaluation.temperature_scaling import Temperatures, held_out_logits
-from dspark_jax.jobs.json_lines import finite
 
 SCHEMA = 1
 
@@ -99,10 +98,10 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """JSON values: `schema` (1), `ran`, and `runs`, whose names are those of `Run` and of what it holds.
 
-        An interval is null where there is one prompt only; a figure is null where nothing counts. A row of a
+        An interval is None where there is one prompt only; a figure is None or NaN where nothing counts. A row of a
         reliability table is [mean prediction, share accepted, count].
         """
-        return finite({"schema": SCHEMA, "ran": self.ran, "runs": [_facts(run) for run in self.runs]})
+        return {"schema": SCHEMA, "ran": self.ran, "runs": [_facts(run) for run in self.runs]}
 
 
 def name_of(temperature: float) -> str:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dspark_jax.data.files import replace
 from dspark_jax.decoding.request import LARGEST_NUMBER
 from dspark_jax.errors import CalibrationError
 from dspark_jax.evaluation.calibration import calibrate, clamp, counted, expected_calibration_error, sigmoid
-from dspark_jax.evaluation.files import write_json
 from dspark_jax.evaluation.log import RoundLog
 
 GRID = np.geomspace(0.25, 8, 61)
@@ -116,7 +116,7 @@ class Temperatures:
         Raises:
             OSError: the disk refuses.
         """
-        write_json(path, dataclasses.asdict(self))
+        replace(path, [json.dumps(dataclasses.asdict(self), indent=2, allow_nan=False).encode(), b"\n"])
 
     @classmethod
     def load(cls, path: Path, block: int, model: str) -> "Temperatures":

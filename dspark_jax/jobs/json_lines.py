@@ -11,16 +11,15 @@ from dspark_jax.errors import RequestError
 
 def to_line(value: Any) -> str:
     """A value as one line without its end; what JSON has no number for (NaN, infinity) becomes null."""
-    return json.dumps(finite(value), ensure_ascii=False)
+    return json.dumps(_finite(value), ensure_ascii=False)
 
 
-def finite(value: Any) -> Any:
-    """A value of JSON's kinds, in which numbers that are not finite have become None."""
+def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def parse_object(line: str, where: str) -> dict[str, Any]:

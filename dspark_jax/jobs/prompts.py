@@ -1,7 +1,7 @@
 """A file of prompts, read and checked line by line before anything is loaded."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,22 +82,11 @@ class PromptReader:
             RequestError: the file cannot be read, or a line of it cannot be; the message names it.
         """
         jobs: list[Job] = []
-        lines_of: dict[str | int, int] = {}
         ignored: dict[str, None] = {}
-        for number, line in read_lines(path):
-            where = f"{path} line {number}"
-            row = parse_object(line, where)
+        for where, row in read_rows(path):
             ignored |= dict.fromkeys(field for field in row if field not in FIELDS)
-            name = row.get("id")
-            if name is None:
-                raise RequestError(f"{where}: has no id; give it a text or an integer, by which the output names it.")
-            if isinstance(name, bool) or not isinstance(name, str | int):
-                raise RequestError(f"{where}: id is {name!r}; expected a text or an integer that names the line.")
-            if name in lines_of:
-                raise RequestError(f"{where}: id {name!r} is that of line {lines_of[name]}; give each line its own.")
-            lines_of[name] = number
             try:
-                jobs += self.jobs_of(name, row)
+                jobs += self.jobs_of(row["id"], row)
             except DsparkError as error:
                 raise RequestError(f"{where}: {error}") from error
         if not jobs:
@@ -137,3 +126,24 @@ def _category(value: Any) -> str:
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
         raise RequestError(f'category is {value!r}; expected the name of a kind of prompts, such as "maths".')
     return value.strip()
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a file of JSON lines, each with an `id` of its own, and what sentences call them.
+
+    Raises:
+        RequestError: the file cannot be read, or a line is no row; the message names it.
+    """
+    lines_of: dict[str | int, int] = {}
+    for number, line in read_lines(path):
+        where = f"{path} line {number}"
+        row = parse_object(line, where)
+        name = row.get("id")
+        if name is None:
+            raise RequestError(f"{where}: has no id; give it a text or an integer, by which the output names it.")
+        if isinstance(name, bool) or not isinstance(name, str | int):
+            raise RequestError(f"{where}: id is {name!r}; expected a text or an integer that names the line.")
+        if name in lines_of:
+            raise RequestError(f"{where}: id {name!r} is that of line {lines_of[name]}; give each line its own.")
+        lines_of[name] = number
+        yield where, row

@@ -28,6 +28,7 @@ def record_of(job: Job, completion: Completion, text: Text, common: dict[str, An
     record: dict[str, Any] = {
         "id": name,
         "sample": sample,
+        "prompt_ids": list(job.request.prompt),
         "tokens": completion.tokens,
         "text": text.decode(completion.tokens),
         "finish_reason": completion.finish_reason,

@@ -34,9 +34,17 @@ class Text:
         """Token ids of a text, taken as it is."""
         return encode_text(text, self._tokenizer())
 
-    def encode_messages(self, messages: Sequence[chat.Message], thinking: chat.Thinking) -> list[int]:
-        """Token ids of a dialogue."""
-        return chat.encode(messages, self._tokenizer(), thinking=thinking, release=self.release)
+    def encode_messages(
+        self, messages: Sequence[chat.Message], thinking: chat.Thinking, generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a dialogue that goes on with an answer, or, without a generation prompt, ends in one."""
+        return chat.encode(
+            messages,
+            self._tokenizer(),
+            thinking=thinking,
+            generation_prompt=generation_prompt,
+            release=self.release,
+        )
 
     def decode(self, ids: Sequence[int]) -> str | None:
         """The text of new tokens without the special ones that bound it, None without a tokenizer."""

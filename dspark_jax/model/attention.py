@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from dspark_jax.model.cache import LayerCache, append
 from dspark_jax.model.compressor import compress, visible_entries
 from dspark_jax.model.fake_quant import KV_BLOCK, fake_e4m3
-from dspark_jax.model.indexer import pick_entries
+from dspark_jax.model.indexer import Picks, pick_entries
 from dspark_jax.model.linear import linear, rms_norm
 from dspark_jax.model.numerics import Numerics
 from dspark_jax.model.rope import angles_at, rotate
@@ -31,17 +31,29 @@ class Source(NamedTuple):
     usable: jax.Array
 
 
+class Picked(NamedTuple):
+    """What a row got from the entries that the indexer picked for it.
+
+    Attributes:
+        picks: the entries and their scores.
+        shares: float32 [B, T, H, k], of each head's attention, the sink's share included in the whole.
+    """
+
+    picks: Picks
+    shares: jax.Array
+
+
 def target_attention(
     weights: Attention, x: jax.Array, cache: LayerCache, rows: Rows, ratio: int, setting: Setting
-) -> tuple[jax.Array, tuple[LayerCache, jax.Array | None]]:
+) -> tuple[jax.Array, tuple[LayerCache, Picked | None]]:
     """Causal attention of the target at absolute positions.
 
     Args:
         x: activations [B, T, d], normed.
 
     Returns:
-        Activations [B, T, d]; and as one pair the cache with this step's live rows, and the indexer's picks (int32
-        [B, T, k]) if there are any.
+        Activations [B, T, d]; and as one pair the cache with this step's live rows, and what the indexer picked if
+        there is one.
     """
     config = setting.config
     angles = angles_at(setting.rope.of(ratio), rows.positions)
@@ -52,8 +64,9 @@ def target_attention(
     if ratio:
         source, cache, picks = _entries(weights, x, latent_query, cache, rows, ratio, setting)
         sources.append(source)
-    mixed = attend(query, sources, weights.attn_sink[...], setting)
-    return output(weights, mixed, angles, setting), (cache, picks)
+    mixed, shares = attend(query, sources, weights.attn_sink[...], setting)
+    picked = Picked(picks, shares[-1]) if picks is not None else None
+    return output(weights, mixed, angles, setting), (cache, picked)
 
 
 def _entries(
@@ -64,7 +77,7 @@ def _entries(
     rows: Rows,
     ratio: int,
     setting: Setting,
-) -> tuple[Source, LayerCache, jax.Array | None]:
+) -> tuple[Source, LayerCache, Picks | None]:
     """Compresses this step's tokens; the entries to attend to, the cache with the new ones, and the indexer's picks."""
     assert weights.compressor is not None
     assert cache.attention is not None
@@ -77,7 +90,7 @@ def _entries(
         return source, replace(cache, attention=attention), None
     assert cache.index is not None
     picks, index = pick_entries(weights.indexer, x, latent_query, cache.index, rows, setting)
-    source = Source(_gather(attention.entries, picks), picks >= 0)
+    source = Source(_gather(attention.entries, picks.entries), picks.entries >= 0)
     return source, replace(cache, attention=attention, index=index), picks
 
 
@@ -122,7 +135,9 @@ def quantise_latent(latent: jax.Array, setting: Setting) -> jax.Array:
     return jnp.concatenate([fake_e4m3(latent[..., :split], KV_BLOCK), latent[..., split:]], axis=-1)
 
 
-def attend(query: jax.Array, sources: Sequence[Source], sink: jax.Array, setting: Setting) -> jax.Array:
+def attend(
+    query: jax.Array, sources: Sequence[Source], sink: jax.Array, setting: Setting
+) -> tuple[jax.Array, list[jax.Array]]:
     """Softmax attention over all sources; the sink, a logit a head, enters the denominator only.
 
     Args:
@@ -130,7 +145,8 @@ def attend(query: jax.Array, sources: Sequence[Source], sink: jax.Array, setting
         sink: float32 [H].
 
     Returns:
-        Activations [B, T, H, D]; zeros for a row that may see nothing.
+        Activations [B, T, H, D], zeros for a row that may see nothing; and the shares of each source, float32
+        [B, T, H, S], which with the sink's sum to one.
     """
     scores = [
         jnp.where(source.usable[:, :, None], _scores(query, source.keys) * query.shape[-1] ** -0.5, -jnp.inf)
@@ -145,7 +161,7 @@ def attend(query: jax.Array, sources: Sequence[Source], sink: jax.Array, setting
     # The official kernel rounds the shares before this product, but sums them unrounded.
     rounded = [setting.numerics.round(share) for share in shares]
     mixed = sum(_mix(share, source.keys) for share, source in zip(rounded, sources, strict=True))
-    return setting.numerics.round(mixed / total)
+    return setting.numerics.round(mixed / total), [share / total for share in shares]
 
 
 def output(weights: Attention, mixed: jax.Array, angles: jax.Array, setting: Setting) -> jax.Array:

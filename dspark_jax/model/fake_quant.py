@@ -1,7 +1,8 @@
 """The activation quantisations that the official code simulates, and the rotation before the coarsest one.
 
 Source: spec of the official kernels: per block of channels the scale is the power of two 2^ceil(log2(max|x| / qmax)),
-values are rounded to nearest even in the small format, and what goes on is value times scale.
+values are rounded to nearest even in the small format, and what goes on is value times scale. The derivative is that
+of no quantisation.
 """
 
 import jax
@@ -15,6 +16,7 @@ from pallas_kernels.number_formats import (
     encode_e4m3,
     power_of_two_scale_exponent,
 )
+from pallas_kernels.precision import straight_through
 
 LINEAR_BLOCK, KV_BLOCK, INDEX_BLOCK = 128, 64, 32
 _RECIPROCAL_E4M3_MAX = np.float32(1 / 448)
@@ -33,16 +35,16 @@ def quantise_e4m3(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
 
 def fake_e4m3(x: jax.Array, block: int) -> jax.Array:
     """`x` after E4M3 quantisation with one scale for `block` channels of the last axis; same dtype as `x` (exact)."""
-    values, scale = quantise_e4m3(x, block)
-    return _flat(_blocks(values, block) * scale[..., None], x.shape).astype(x.dtype)
+    values, scale = quantise_e4m3(jax.lax.stop_gradient(x), block)
+    return straight_through(x, _flat(_blocks(values, block) * scale[..., None], x.shape).astype(x.dtype))
 
 
 def fake_e2m1(x: jax.Array, block: int) -> jax.Array:
     """`x` after E2M1 quantisation with one scale for `block` channels of the last axis; same dtype as `x` (exact)."""
-    blocks = _blocks(x, block)
+    blocks = _blocks(jax.lax.stop_gradient(x), block)
     scale = _scale(blocks, _E2M1_FLOOR, _RECIPROCAL_E2M1_MAX)
     values = decode_e2m1(encode_e2m1(blocks / scale))
-    return _flat(values * scale, x.shape).astype(x.dtype)
+    return straight_through(x, _flat(values * scale, x.shape).astype(x.dtype))
 
 
 def hadamard(x: jax.Array) -> jax.Array:

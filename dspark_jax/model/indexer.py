@@ -1,4 +1,10 @@
-"""The indexer: scores the entries of a CSA layer for every row and picks the best ones."""
+"""The indexer: scores the entries of a CSA layer for every row and picks the best ones.
+
+Nothing is differentiable through which entries are picked. The indexer learns from the scores of those that are, and
+what it learns stops at its inputs (DeepSeek-V3.2, arXiv:2512.02556).
+"""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +22,21 @@ from pallas_kernels.partition import Partition, map_rows
 from pallas_kernels.precision import contract
 
 
+class Picks(NamedTuple):
+    """The best entries of every row, the best one first.
+
+    Attributes:
+        entries: int32 [B, T, k], -1 where fewer are visible.
+        scores: float32 [B, T, k], -inf where there is no entry.
+    """
+
+    entries: jax.Array
+    scores: jax.Array
+
+
 def pick_entries(
     weights: Indexer, x: jax.Array, latent_query: jax.Array, cache: Compressed, rows: Rows, setting: Setting
-) -> tuple[jax.Array, Compressed]:
+) -> tuple[Picks, Compressed]:
     """Picks up to `index_topk` visible entries for every row.
 
     Args:
@@ -26,8 +44,9 @@ def pick_entries(
         latent_query: activations [B, T, q_lora_rank].
 
     Returns:
-        int32 [B, T, k] entry numbers, -1 where fewer are visible; and the cache with this step's entries.
+        The picks, and the cache with this step's entries.
     """
+    x, latent_query = jax.lax.stop_gradient((x, latent_query))
     config, numerics = setting.config, setting.numerics
     heads, width = config.index_n_heads, config.index_head_dim
     cache = compress(weights.compressor, x, cache, rows, OVERLAP_RATIO, lambda e: _finish(e, numerics), setting)
@@ -52,7 +71,7 @@ def top_entries(
     topk: int,
     numerics: Numerics,
     partition: Partition | None = None,
-) -> jax.Array:
+) -> Picks:
     """The best entries by sum_h w_h relu(q_h . k), ties to the lowest number.
 
     Entries are scored in blocks with a running top-k: at a million tokens all scores at once would take gigabytes.
@@ -64,7 +83,7 @@ def top_entries(
         visible: int32 [B, T]; only entries below this number may be picked.
 
     Returns:
-        int32 [B, T, min(topk, N)], -1 where no visible entry is left.
+        min(topk, N) of them.
     """
     slots, topk = entries.shape[1], min(topk, entries.shape[1])
     size = min(slots, ENTRY_BLOCK)
@@ -82,8 +101,8 @@ def top_entries(
 
     shape = (*visible.shape, topk)
     best = (jnp.full(shape, -jnp.inf, jnp.float32), jnp.full(shape, -1, jnp.int32))
-    (scores, picks), _ = jax.lax.scan(merge, best, jnp.arange(0, slots, size, dtype=jnp.int32))
-    return jnp.where(scores > -jnp.inf, picks, -1)
+    (scores, numbers), _ = jax.lax.scan(merge, best, jnp.arange(0, slots, size, dtype=jnp.int32))
+    return Picks(jnp.where(scores > -jnp.inf, numbers, -1), scores)
 
 
 def _scores(query: jax.Array, head_weights: jax.Array, entries: jax.Array, numerics: Numerics) -> jax.Array:

@@ -11,7 +11,7 @@ from pallas_kernels.fp8_linear import fp8_linear
 from pallas_kernels.precision import contract
 
 
-def project(x: jax.Array, weight: nnx.Param) -> jax.Array:
+def project(x: jax.Array, weight: nnx.Param | jax.Array) -> jax.Array:
     """An unquantised matrix: [..., in] times [out, in] -> float32 [..., out], accumulated in float32."""
     return contract("...i,oi->...o", x, weight[...].astype(x.dtype))
 

@@ -24,11 +24,15 @@ class LayerSeen:
         streams: activations [B, T, n, d] after the layer.
         routing: picks and weights of the experts, [B, T, k] each.
         index_picks: int32 [B, T, k] entries picked by the indexer, -1 for none; None in other layers.
+        index_scores: float32 [B, T, k], what the indexer gave them, -inf for none.
+        index_shares: float32 [B, T, H, k], what they got of each head's attention.
     """
 
     streams: jax.Array
     routing: Routing
     index_picks: jax.Array | None
+    index_scores: jax.Array | None
+    index_shares: jax.Array | None
 
 
 @jax.tree_util.register_dataclass
@@ -88,7 +92,7 @@ def layer_step(
     weights: Block, streams: jax.Array, cache: LayerCache, rows: Rows, ratio: int, setting: Setting
 ) -> tuple[jax.Array, LayerCache, LayerSeen]:
     """One target layer: streams [B, T, n, d] and cache in, streams, cache and internals out."""
-    streams, routing, (cache, picks) = block(
+    streams, routing, (cache, picked) = block(
         weights,
         streams,
         rows.ids,
@@ -96,7 +100,8 @@ def layer_step(
         lambda x: target_attention(weights.attn, x, cache, rows, ratio, setting),
         setting,
     )
-    return streams, cache, LayerSeen(streams, routing, picks)
+    index = (*picked.picks, picked.shares) if picked else (None, None, None)
+    return streams, cache, LayerSeen(streams, routing, *index)
 
 
 def embed(vocabulary: Vocabulary, ids: jax.Array, setting: Setting) -> jax.Array:

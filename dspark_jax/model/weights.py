@@ -164,6 +164,26 @@ class Target(nnx.Module):
         self.norm = bf16(config.hidden_size)
 
 
+class Dense(nnx.Module):
+    """A small unquantised matrix `weight` [out, in] with a `bias` [out]."""
+
+    def __init__(self, out: int, into: int) -> None:
+        self.weight = bf16(out, into)
+        self.bias = f32(out)
+
+
+class MarkovHead(nnx.Module):
+    """Tables `markov_w1`, `markov_w2` [V, r]; `gate_proj` of the gated head, `joint_proj` of the rnn head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        assert config.drafter is not None
+        d, r, kind = config.hidden_size, config.drafter.markov_rank, config.drafter.markov_head
+        self.markov_w1 = bf16(config.vocab_size, r)
+        self.markov_w2 = bf16(config.vocab_size, r)
+        self.gate_proj = Dense(r, d + r) if kind == "gated" else None
+        self.joint_proj = Dense(3 * r, 2 * r + d) if kind == "rnn" else None
+
+
 class Drafter(nnx.Module):
     """The DSpark drafter: taps projection, stages, and the Markov and confidence heads."""
 
@@ -175,6 +195,5 @@ class Drafter(nnx.Module):
         self.stages = nnx.List([Block(config, ratio=0, hashed=False) for _ in range(config.num_stages)])
         self.hc_head = HyperConnection(config, "head")
         self.norm = bf16(d)
-        self.markov_w1 = bf16(config.vocab_size, rank)
-        self.markov_w2 = bf16(config.vocab_size, rank)
+        self.markov_head = MarkovHead(config)
         self.confidence = bf16(1, d + rank)

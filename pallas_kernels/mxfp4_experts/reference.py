@@ -48,6 +48,7 @@ def mxfp4_experts(
     awake = jnp.zeros(count, bool).at[jnp.where(live[:, None], picks, count)].set(True, mode="drop")
     visits = jnp.argsort(~awake, stable=True)[: min(count, picks.size)]  # awake experts first, in ascending order
 
+    @jax.checkpoint  # a gradient would otherwise keep every decoded expert
     def visit(number: jax.Array) -> jax.Array:
         expert = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), experts)
         chosen = (picks == number) & live[:, None]

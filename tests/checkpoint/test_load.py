@@ -132,8 +132,8 @@ PLACES = {
     "mtp.2.hc_head_fn": "drafter.hc_head.fn",
     "mtp.2.hc_head_base": "drafter.hc_head.base",
     "mtp.2.hc_head_scale": "drafter.hc_head.scale",
-    "mtp.2.markov_head.markov_w1": "drafter.markov_w1",
-    "mtp.2.markov_head.markov_w2": "drafter.markov_w2",
+    "mtp.2.markov_head.markov_w1": "drafter.markov_head.markov_w1",
+    "mtp.2.markov_head.markov_w2": "drafter.markov_head.markov_w2",
     "mtp.2.confidence_head.proj": "drafter.confidence",
 }
 
@@ -514,7 +514,7 @@ class TestMesh:
         [
             (lambda m: m.vocabulary.embed, P("tensor", None)),
             (lambda m: m.vocabulary.head, P("tensor", None)),
-            (lambda m: m.drafter.markov_w1, P("tensor", None)),
+            (lambda m: m.drafter.markov_head.markov_w1, P("tensor", None)),
             (lambda m: m.target.layers[1].attn.attn_sink, P("tensor")),
             (lambda m: m.target.layers[1].attn.wq_b.get_value().payload, P("tensor", None)),
             (lambda m: m.target.layers[1].attn.wq_b.get_value().scales, P("tensor", None)),

@@ -13,6 +13,7 @@ from dspark_jax.evaluation.decode import Decoded
 from dspark_jax.evaluation.log import RoundLog
 from dspark_jax.evaluation.page import render
 from dspark_jax.evaluation.report import Report, Run
+from dspark_jax.jobs.json_lines import to_line
 
 RAN = {"checkpoint": "DIR", "model": "0123abcd", "numerics": "bfloat16", "date": "2000-01-01", "mesh": {"data": 2}}
 HOSTILE = ["<script>alert(1)</script>", "$\\frac{", "数学", "a & b"]
@@ -91,7 +92,7 @@ def test_the_page_shows_the_figures(report: Report) -> None:
 
 
 def test_json_says_the_same(report: Report) -> None:
-    told = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    told = json.loads(to_line(report.to_dict()), parse_constant=pytest.fail)
     assert (told["schema"], told["ran"]["mesh"]) == (1, {"data": 2})
     for facts, run in zip(told["runs"], report.runs, strict=True):
         assert facts["overall"]["accepted_length"]["low"] == run.overall.accepted_length.low
@@ -110,7 +111,7 @@ def test_one_prompt_and_a_narrow_offer_leave_gaps() -> None:
     """No intervals, nothing held out, and positions that were never offered."""
     run = Run.of(decoded(0.0, prompts=1, width=2), "prompts.jsonl", "0123abcd")
     assert run.scaled_calibration is None and run.temperatures.ece_after is None
-    told = Report(RAN, [run]).to_dict()["runs"][0]
+    told = json.loads(to_line(Report(RAN, [run]).to_dict()), parse_constant=pytest.fail)["runs"][0]
     assert told["overall"]["prefix_acceptance_per_offering_round"][2] == {"value": None, "low": None, "high": None}
     assert told["calibration"]["ece"][2] is None and told["scaled_calibration"] is None
     assert Page(render(Report(RAN, [run]))).elements.count("svg") == 6

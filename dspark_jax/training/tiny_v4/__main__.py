@@ -1,0 +1,118 @@
+"""`python -m dspark_jax.training.tiny_v4 COMMAND`: reproduces tiny-v4; results on stdout as JSON."""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dspark_jax.training.tiny_v4 import corpus, ngram, tokens
+from dspark_jax.training.tiny_v4.recipe import CONFIG, ROW_TOKENS, VOCAB_SIZE
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command."""
+    options = _parser().parse_args(arguments)
+    options.run(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m dspark_jax.training.tiny_v4", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: object, about: str, reads_corpus: bool = True) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, help=about, description=about)
+        one.set_defaults(run=run)
+        if reads_corpus:
+            one.add_argument("--corpus", type=Path, required=True, help="file written by the command 'corpus'")
+        return one
+
+    one = command("corpus", _corpus, "collects the standard library, trains the tokenizer, writes the tokens", False)
+    one.add_argument("--out", type=Path, required=True)
+    one = command("ngram", _ngram, "bits per byte of the n-gram baseline")
+    one.add_argument("--length", type=int, default=5)
+    one.add_argument("--split", choices=corpus.SPLITS, default="test")
+    one = command("target", _target, "trains the target and writes OUT/checkpoint and OUT/metrics.jsonl")
+    one.add_argument("--out", type=Path, required=True)
+    one.add_argument("--minutes", type=float, default=8.0, help="of the whole run, compiling included")
+    one.add_argument("--steps", type=int, help="take so many instead of what fits into the time")
+    one.add_argument("--batch", type=int, default=64, help="rows of a step")
+    one.add_argument("--peak", type=float, default=2e-3, help="largest learning rate")
+    one = command("evaluate", _evaluate, "bits per byte of a checkpoint, with its own picks or others")
+    one.add_argument("--checkpoint", type=Path, required=True)
+    one.add_argument("--split", choices=corpus.SPLITS, default="test")
+    one.add_argument("--picks", choices=("learnt", "recent", "oldest", "random"), default="learnt")
+    one.add_argument("--numerics", default="bfloat16")
+    one.add_argument("--tokens", type=int, help="only the first so many of the split")
+    one = command("prompts", _prompts, "writes held-out beginnings of functions and classes, one a line")
+    one.add_argument("--out", type=Path, required=True)
+    one.add_argument("--prompt-tokens", type=int, default=64)
+    return parser
+
+
+def _corpus(options: argparse.Namespace) -> None:
+    prepared = tokens.tokenise(corpus.collect(), VOCAB_SIZE)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    tokens.write(prepared, options.out)
+    counts = {split: len(stream) for split, stream in prepared.streams.items()}
+    _print({**prepared.provenance, "tokens": counts})
+
+
+def _ngram(options: argparse.Namespace) -> None:
+    prepared = tokens.read(options.corpus)
+    model = ngram.train(prepared.streams["train"], options.length, VOCAB_SIZE)
+    stream = prepared.streams[options.split]
+    size = prepared.text_bytes(stream)
+    _print({"length": options.length, "bytes": size, "bits_per_byte": ngram.bits(model, stream) / size})
+
+
+def _target(options: argparse.Namespace) -> None:
+    from dspark_jax.model.numerics import numerics_of
+    from dspark_jax.training.initialise import initial_model
+    from dspark_jax.training.pretrain import Plan
+    from dspark_jax.training.tiny_v4.train_target import CHECKPOINT, METRICS, Budget, append_to, train_target
+    from dspark_jax.training.tiny_v4.train_target import write_checkpoint as write
+
+    prepared = tokens.read(options.corpus)
+    options.out.mkdir(parents=True, exist_ok=True)
+    plan = Plan(options.batch, ROW_TOKENS, options.peak)
+    model = initial_model(CONFIG, numerics_of("bfloat16"), plan.seed)
+    streams = prepared.streams["train"], prepared.streams["validation"]
+    log = append_to(options.out / METRICS)
+    model = train_target(model, *streams, plan, Budget(options.steps, 60 * options.minutes), log)
+    write(model, prepared.tokenizer, options.out / CHECKPOINT)
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    from dspark_jax.checkpoint.load import load
+    from dspark_jax.training.tiny_v4.evaluate import bits, picks_by
+
+    prepared = tokens.read(options.corpus)
+    model = load(options.checkpoint, options.numerics, parts=("target",))
+    stream = prepared.streams[options.split][: options.tokens]
+    with contextlib.nullcontext() if options.picks == "learnt" else picks_by(options.picks):
+        spent = [some for _, some in bits(model, stream, ROW_TOKENS)]
+    size = prepared.text_bytes(stream)
+    _print({"picks": options.picks, "bytes": size, "bits_per_byte": sum(spent) / size})
+
+
+def _prompts(options: argparse.Namespace) -> None:
+    from tokenizers import Tokenizer
+
+    prepared = tokens.read(options.corpus)
+    tokenizer = Tokenizer.from_str(prepared.tokenizer)
+    begun = (tokenizer.encode(text, add_special_tokens=False).ids for text in prepared.beginnings)
+    cut = [ids[: options.prompt_tokens] for ids in begun if len(ids) > options.prompt_tokens]
+    lines = (json.dumps({"id": f"test-{number}", "prompt_ids": ids}) for number, ids in enumerate(cut))
+    options.out.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    _print({"prompts": len(cut)})
+
+
+def _print(value: object) -> None:
+    json.dump(value, sys.stdout)
+    print()
+
+
+if __name__ == "__main__":
+    main()
