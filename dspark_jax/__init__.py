@@ -20,6 +20,7 @@ from dspark_jax.decoding.state import LogProbs
 from dspark_jax.decoding.statistics import Statistics
 from dspark_jax.decoding.stream import StreamProgress, stream
 from dspark_jax.errors import (
+    CalibrationError,
     CheckpointError,
     ConfigError,
     DsparkError,
@@ -32,6 +33,7 @@ from dspark_jax.model.numerics import Numerics
 from dspark_jax.sharding import make_mesh
 
 __all__ = [
+    "CalibrationError",
     "CheckpointError",
     "Completion",
     "Completions",

@@ -35,6 +35,10 @@ class NotFiniteError(DsparkError):
     """The target's logits were not finite, so that no token could be chosen."""
 
 
+class CalibrationError(DsparkError):
+    """A file of confidence temperatures is damaged, or belongs to another model."""
+
+
 class SilentDrafterError(DsparkError):
     """The drafter was on and allowed to offer drafts, and offered none in the whole generation."""
 

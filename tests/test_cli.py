@@ -120,7 +120,7 @@ def test_help_has_a_line_for_each_command(dspark: Dspark) -> None:
     ran = dspark("--help")
     assert ran.code == 0
     assert "Examples:" in ran.out
-    for command in ("generate", "inspect", "crosscheck", "bench", "data"):
+    for command in ("generate", "evaluate", "data", "train", "export", "inspect", "crosscheck", "bench"):
         assert f"• {command} " in ran.out
         assert dspark(command, "--help").code == 0
 

@@ -49,7 +49,7 @@ def reader(folder: Path) -> PromptReader:
 
 def test_lines_have_settings_of_their_own(reader: PromptReader, lines: Lines) -> None:
     path = lines(
-        {"id": "a", "prompt": "w7 w8", "temperature": 0.5, "answer": 42},
+        {"id": "a", "prompt": "w7 w8", "temperature": 0.5, "answer": 42, "category": " two words "},
         "",
         {"id": 2, "prompt_ids": [1, 2, 3], "samples": 2, "seed": 2**32 - 1, "stop_ids": [9], "max_new_tokens": 5},
     )
@@ -57,6 +57,7 @@ def test_lines_have_settings_of_their_own(reader: PromptReader, lines: Lines) ->
     assert ignored == ["answer"]
     assert [job.key for job in jobs] == [("a", 0), (2, 0), (2, 1)]
     assert [list(job.request.prompt) for job in jobs] == [[7, 8], [1, 2, 3], [1, 2, 3]]
+    assert [job.category for job in jobs] == ["two words", None, None]
     assert [job.request.seed for job in jobs] == [10, 2**32 - 1, 0x9E3779B0]
     assert [job.request.temperature for job in jobs] == [0.5, 0.0, 0.0]
     assert [job.request.max_new_tokens for job in jobs] == [64, 5, 5]
@@ -79,6 +80,10 @@ def test_lines_have_settings_of_their_own(reader: PromptReader, lines: Lines) ->
         ({"id": 2, "prompt_ids": 7}, "line 2: prompt_ids: expected a list of token ids"),
         ({"id": 2, "prompt_ids": [1], "temperature": "hot"}, "line 2: temperature is 'hot'; expected a number"),
         ({"id": 2, "prompt_ids": [1], "samples": 0}, "line 2: samples is 0; expected an integer of at least 1."),
+        ({"id": 2, "prompt_ids": [1], "category": 5}, "line 2: category is 5; expected the name of a kind of prompts"),
+        ({"id": 2, "prompt_ids": [1], "category": " "}, "line 2: category is ' '; expected"),
+        ({"id": 2, "prompt_ids": [1], "category": "a\nb"}, r"line 2: category is 'a\\nb'; expected"),
+        ({"id": 2, "prompt_ids": [1], "category": None}, "line 2: category is None; expected"),
         ({"id": 2, "prompt_ids": [1], "stop_ids": [-1]}, "line 2: stop_ids: token id -1 is outside"),
         ({"id": 2, "messages": []}, "line 2: "),
         ({"id": 2, "prompt_ids": [1], "max_new_tokens": 10**9}, "line 2: .* 1000000001 positions; expected at most"),

@@ -13,7 +13,7 @@ import jax
 import tyro
 from tyro.extras import SubcommandApp
 
-from dspark_jax.cli import bench, crosscheck, data, describe, generate, inspect, train
+from dspark_jax.cli import bench, crosscheck, data, describe, evaluate, generate, inspect, train
 from dspark_jax.cli.terminal import one_line_warnings, print_error
 from dspark_jax.errors import DsparkError
 
@@ -25,6 +25,7 @@ Results go to stdout, progress and errors to stderr. Exit codes: 0 success, 1 a 
 Examples:
   dspark generate "Once upon a time" --checkpoint DeepSeek-V4-Flash-0731
   dspark generate --prompt-ids 1,2,3 --checkpoint tests/golden/tiny-a --json
+  dspark evaluate --checkpoint DeepSeek-V4-Flash-0731 --prompts prompts.jsonl --out evaluation
   dspark inspect --checkpoint DeepSeek-V4-Flash-0731
   dspark crosscheck compare --checkpoint tests/golden/tiny-a --record tests/golden/tiny-a/expected.safetensors
   dspark bench load --synthetic-gb 4
@@ -84,6 +85,7 @@ def short_reason(error: BaseException) -> str:
 def _app() -> SubcommandApp:
     app, crosschecks, benches, datas = SubcommandApp(), SubcommandApp(), SubcommandApp(), SubcommandApp()
     app.command(generate.generate)
+    app.command(evaluate.evaluate)
     app.command(inspect.inspect)
     crosschecks.command(crosscheck.compare)
     app.command(crosschecks, name="crosscheck", help=CROSSCHECK_DESCRIPTION)

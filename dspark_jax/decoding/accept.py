@@ -24,11 +24,13 @@ class Proposal(NamedTuple):
         ids: int32 [B, g].
         logits: float32 [B, g, V], what each was chosen from.
         offered: int32 [B]; later drafts count as rejected without being looked at.
+        confidence: float32 [B, g], logits of the drafter's confidence; None if nobody asked for them.
     """
 
     ids: jax.Array
     logits: jax.Array
     offered: jax.Array
+    confidence: jax.Array | None = None
 
 
 class Verdict(NamedTuple):

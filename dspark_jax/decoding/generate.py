@@ -12,6 +12,7 @@ from dspark_jax.decoding.programs import check_drafter, finish, pack, start
 from dspark_jax.decoding.request import Request, check_requests, sampling_of, stop_slots
 from dspark_jax.decoding.state import bucket, pick
 from dspark_jax.decoding.statistics import Statistics
+from dspark_jax.decoding.trace import Round
 from dspark_jax.errors import NotFiniteError, RequestError, check_count
 from dspark_jax.model.model import Model
 from dspark_jax.placement import fetch, place_rows, setting_of
@@ -31,6 +32,7 @@ class Completion:
         target_logprobs: natural logarithms of the tokens' probabilities under the target's own distribution
             (temperature 1, nothing cut); None if nobody asked for them.
         drawn_logprobs: the same under the distribution each token was drawn from; 0 where decoding was greedy.
+        rounds: what each round did; None if nobody asked for them.
     """
 
     tokens: list[int]
@@ -38,12 +40,13 @@ class Completion:
     statistics: Statistics
     target_logprobs: list[float] | None
     drawn_logprobs: list[float] | None
+    rounds: list[Round] | None = None
 
     @classmethod
     def of(cls, generation: Generation, row: int) -> "Completion":
         """One row of a generation on the host."""
         new = slice(int(generation.prompt_length[row]), int(generation.length[row]))
-        logs = generation.logprobs
+        logs, trace = generation.logprobs, generation.trace
         reason: FinishReason = "stop" if generation.stopped[row] else "length"
         return cls(
             tokens=generation.tokens[row, new].tolist(),
@@ -51,6 +54,7 @@ class Completion:
             statistics=Statistics.of(jax.tree.map(lambda counts: counts[row : row + 1], generation.counters)),
             target_logprobs=logs.target[row, new].tolist() if logs else None,
             drawn_logprobs=logs.drawn[row, new].tolist() if logs else None,
+            rounds=trace.rounds(row, new.start) if trace else None,
         )
 
 

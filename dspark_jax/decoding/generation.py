@@ -12,6 +12,7 @@ from dspark_jax.decoding.loop import PREFILL_CHUNK, decode, prefill
 from dspark_jax.decoding.sampling import Sampling
 from dspark_jax.decoding.state import LogProbs, State, initial_state, pick, with_settings
 from dspark_jax.decoding.statistics import Counters
+from dspark_jax.decoding.trace import Trace
 from dspark_jax.errors import RequestError, check_count
 from dspark_jax.model.model import Model
 from dspark_jax.placement import constrain_rows, partition_on
@@ -33,6 +34,7 @@ class Generation:
         stopped: bool [R], whether a stop id ended it, not the budget.
         finite: bool [R], false if the target's logits were not; what follows then means nothing.
         logprobs: of the new tokens, if they were asked for.
+        trace: what each round did, if it was asked for.
         counters: what each sequence took.
     """
 
@@ -42,6 +44,7 @@ class Generation:
     stopped: jax.Array
     finite: jax.Array
     logprobs: LogProbs | None
+    trace: Trace | None
     counters: Counters
 
     @property
@@ -60,6 +63,7 @@ class Generation:
             stopped=state.stopped,
             finite=state.finite,
             logprobs=state.logprobs,
+            trace=state.trace,
             counters=state.counters,
         )
 

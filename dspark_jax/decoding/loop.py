@@ -10,9 +10,10 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.decoding.accept import Proposal, Verdict, accept, commit, leading
+from dspark_jax.decoding.accept import Commit, Proposal, Verdict, accept, commit, leading
 from dspark_jax.decoding.sampling import Stream, draw, target_probabilities, tempered
 from dspark_jax.decoding.state import LogProbs, State
+from dspark_jax.decoding.trace import Trace
 from dspark_jax.model.cache import DrafterCache, write
 from dspark_jax.model.drafter import draft_step, likeliest, remember
 from dspark_jax.model.model import Model
@@ -106,6 +107,7 @@ def decode_round(model: Model, setting: Setting, state: State) -> State:
         stopped=state.stopped | (active & cut.stopped),
         finite=finite,
         logprobs=_log(state, logits, verdict, slots, new),
+        trace=_trace(state, start, active, cut, proposal),
         target=passed.cache,
         drafter=drafter,
         counters=state.counters.count(active, allowed > 0, cut),
@@ -120,7 +122,10 @@ def _propose(model: Model, setting: Setting, state: State, anchor: jax.Array, al
     """
     shape = (anchor.shape[0], model.block_size)
     nothing = Proposal(
-        jnp.zeros(shape, jnp.int32), jnp.zeros((*shape, model.config.vocab_size), jnp.float32), jnp.zeros_like(allowed)
+        ids=jnp.zeros(shape, jnp.int32),
+        logits=jnp.zeros((*shape, model.config.vocab_size), jnp.float32),
+        offered=jnp.zeros_like(allowed),
+        confidence=jnp.zeros(shape, jnp.float32) if state.trace else None,
     )
     if model.drafter is None:
         return nothing
@@ -140,7 +145,7 @@ def _propose(model: Model, setting: Setting, state: State, anchor: jax.Array, al
             drafter, model.vocabulary, state.drafter, anchor, state.length - 1, allowed > 0, setting, choose
         )
         sound = jnp.all(jnp.isfinite(step.logits), axis=-1)
-        return Proposal(step.ids, step.logits, leading(sound, allowed))
+        return Proposal(step.ids, step.logits, leading(sound, allowed), step.confidence if state.trace else None)
 
     return jax.lax.cond(jnp.any(allowed > 0), draft, lambda: nothing)
 
@@ -159,6 +164,13 @@ def _log(state: State, logits: jax.Array, verdict: Verdict, slots: jax.Array, ne
         write(state.logprobs.target, slots, of_tokens(jax.nn.log_softmax(logits, axis=-1)), new),
         write(state.logprobs.drawn, slots, drawn, new),
     )
+
+
+def _trace(state: State, anchor: jax.Array, active: jax.Array, cut: Commit, proposal: Proposal) -> Trace | None:
+    """The trace with this round, where it is wanted."""
+    if state.trace is None or proposal.confidence is None:
+        return None
+    return state.trace.record(anchor, active, cut, proposal.confidence)
 
 
 def _remember(model: Model, setting: Setting, cache: DrafterCache, taps: jax.Array, rows: Rows) -> DrafterCache:

@@ -26,10 +26,12 @@ def pack(prompts: Sequence[Sequence[int]], capacity: int) -> tuple[np.ndarray, n
     return tokens, lengths
 
 
-@partial(jax.jit, static_argnames="logprobs")
-def start(model: Model, setting: Setting, tokens: jax.Array, length: jax.Array, logprobs: bool = False) -> State:
+@partial(jax.jit, static_argnames=("logprobs", "trace"))
+def start(
+    model: Model, setting: Setting, tokens: jax.Array, length: jax.Array, logprobs: bool = False, trace: bool = False
+) -> State:
     """A prefilled state, compiled once for a batch size and a capacity; arguments as for `initial_state`."""
-    state = constrain_rows(initial_state(model, tokens, length, logprobs), setting.partition)
+    state = constrain_rows(initial_state(model, tokens, length, logprobs, trace), setting.partition)
     return prefill(model, setting, state)
 
 

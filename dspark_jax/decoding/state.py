@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from dspark_jax.decoding.sampling import Sampling, row_keys
 from dspark_jax.decoding.statistics import Counters
+from dspark_jax.decoding.trace import Trace
 from dspark_jax.model.cache import DrafterCache, TargetCache, drafter_cache, target_cache
 from dspark_jax.model.model import Model
 
@@ -41,6 +42,7 @@ class State:
         sampling: settings of the sequences.
         keys: uint32 [B, 2], their random keys.
         logprobs: None if nobody asked for them.
+        trace: what each round did; None if nobody asked for it.
         target: valid for positions 0 ... n-2.
         drafter: valid for positions 0 ... n-2; without stages where there is no drafter.
         counters: what has happened so far.
@@ -55,6 +57,7 @@ class State:
     sampling: Sampling
     keys: jax.Array
     logprobs: LogProbs | None
+    trace: Trace | None
     target: TargetCache
     drafter: DrafterCache
     counters: Counters
@@ -66,7 +69,9 @@ class State:
         return self.prompt_length + jnp.minimum(self.sampling.max_new_tokens, room)
 
 
-def initial_state(model: Model, tokens: jax.Array, length: jax.Array, logprobs: bool = False) -> State:
+def initial_state(
+    model: Model, tokens: jax.Array, length: jax.Array, logprobs: bool = False, trace: bool = False
+) -> State:
     """The state before prefill: prompts committed, caches empty, no budget to spend until `with_settings` gives one.
 
     Args:
@@ -74,6 +79,7 @@ def initial_state(model: Model, tokens: jax.Array, length: jax.Array, logprobs: 
             more, since rows beyond the budget are dead and write nothing.
         length: int32 [B], prompt lengths, at least 1: the last token of a prompt is the first anchor.
         logprobs: whether to keep them.
+        trace: whether to record the rounds.
     """
     batch, capacity = tokens.shape
     no, zeros = jnp.zeros(batch, bool), jnp.zeros(tokens.shape, jnp.float32)
@@ -87,6 +93,7 @@ def initial_state(model: Model, tokens: jax.Array, length: jax.Array, logprobs: 
         sampling=Sampling.of(batch, max_new_tokens=0),
         keys=jnp.zeros((batch, 2), jnp.uint32),
         logprobs=LogProbs(zeros, zeros) if logprobs else None,
+        trace=Trace.zeros(batch, capacity, model.block_size) if trace else None,
         target=target_cache(model.config, model.numerics, batch, capacity, model.step_width),
         drafter=drafter_cache(model.config, model.numerics, batch) if model.drafter else DrafterCache(()),
         counters=Counters.zeros(batch, model.block_size),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.decoding.accept import Commit
+from dspark_jax.decoding.trace import Round
 
 
 @jax.tree_util.register_dataclass
@@ -93,6 +94,18 @@ class Statistics:
         """Totals over the sequences of a batch."""
         totals = jax.tree.map(lambda counts: np.asarray(counts).sum(axis=0).tolist(), counters)
         return cls._of_counts(totals.rounds, totals.bonus, totals.offered, totals.reached, totals.accepted)
+
+    @classmethod
+    def of_rounds(cls, rounds: Sequence[Round], block: int) -> "Statistics":
+        """Totals over rounds that offered at most `block` drafts each."""
+        draft = range(block)
+        return cls._of_counts(
+            len(rounds),
+            sum(one.tokens - one.accepted for one in rounds),
+            [sum(one.offered > k for one in rounds) for k in draft],
+            [sum(one.offered > k and one.accepted >= k for one in rounds) for k in draft],
+            [sum(one.accepted > k for one in rounds) for k in draft],
+        )
 
     @classmethod
     def total(cls, parts: Sequence["Statistics"]) -> "Statistics":

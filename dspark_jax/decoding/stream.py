@@ -49,6 +49,7 @@ def stream(
     batch_size: int = 8,
     logprobs: bool = False,
     progress: Callable[[StreamProgress], None] | None = None,
+    trace: bool = False,
 ) -> Iterator[tuple[int, Completion]]:
     """Completes any number of requests, `batch_size` at a time.
 
@@ -62,6 +63,7 @@ def stream(
         batch_size: sequences that run side by side.
         logprobs: return log-probabilities.
         progress: told how far the work is, every few rounds.
+        trace: return what each round did.
 
     Yields:
         The number of a request and its completion, in the order in which they finish.
@@ -71,22 +73,29 @@ def stream(
         SilentDrafterError: see `generate`. A target that is not finite is the completion's finish reason.
     """
     checked = check_requests(requests, model)
-    return _stream(model, checked, check_count(batch_size, "batch_size"), logprobs, progress or (lambda _: None))
+    return _stream(
+        model,
+        checked,
+        check_count(batch_size, "batch_size"),
+        progress or (lambda _: None),
+        logprobs=logprobs,
+        trace=trace,
+    )
 
 
 def _stream(
     model: Model,
     requests: Sequence[Request],
     batch_size: int,
-    logprobs: bool,
     progress: Callable[[StreamProgress], None],
+    **records: bool,
 ) -> Iterator[tuple[int, Completion]]:
     queues: dict[int, deque[int]] = {}
     for number, request in enumerate(requests):
         queues.setdefault(coarse_bucket(request.positions), deque()).append(number)
     past, drafted = StreamProgress(0, 0, 0), False
     for capacity, waiting in sorted(queues.items(), reverse=True):  # the largest first: it shows at once if it fits
-        for finished, running in _Batch(model, requests, capacity, batch_size, logprobs).run(waiting):
+        for finished, running in _Batch(model, requests, capacity, batch_size, **records).run(waiting):
             progress(_sum(past, _progress_of(running, len(finished))))
             past = _sum(past, *(StreamProgress(1, len(c.tokens), c.statistics.rounds) for _, c in finished))
             yield from finished
@@ -96,18 +105,21 @@ def _stream(
 
 
 class _Batch:
-    """Places for sequences of one capacity, the requests in them, and those requests' state on the device."""
+    """Places for sequences of one capacity, the requests in them, and those requests' state on the device.
+
+    `records` says what is recorded beside the tokens: `logprobs`, `trace`.
+    """
 
     def __init__(
-        self, model: Model, requests: Sequence[Request], capacity: int, batch_size: int, logprobs: bool
+        self, model: Model, requests: Sequence[Request], capacity: int, batch_size: int, **records: bool
     ) -> None:
-        self.model, self.requests, self.capacity, self.logprobs = model, requests, capacity, logprobs
+        self.model, self.requests, self.capacity, self.records = model, requests, capacity, records
         self.setting = setting_of(model, capacity)
         self.places: list[int | None] = [None] * batch_size
         self.prefill_rows = min(PREFILL_ROWS, batch_size)
         self.slots = stop_slots(requests)
         nobody = Sampling.of(batch_size, max_new_tokens=0, stop_ids=np.full(self.slots, -1))
-        self.state = _empty(model, self.setting, place_rows(nobody, self.setting.partition), capacity, logprobs)
+        self.state = _empty(model, self.setting, place_rows(nobody, self.setting.partition), capacity, **records)
 
     @property
     def running(self) -> int:
@@ -135,7 +147,7 @@ class _Batch:
     def _fill(self, prompts: list[tuple[int, ...]], moves: list[tuple[int, int, int]]) -> None:
         idle = [(0,)] * (self.prefill_rows - len(prompts))
         packed = place_rows(pack([*prompts, *idle], self.capacity), self.setting.partition)
-        prefilled = start(self.model, self.setting, *packed, logprobs=self.logprobs)
+        prefilled = start(self.model, self.setting, *packed, **self.records)
         for some in batched(moves, self.prefill_rows):
             numbers, rows, places = zip(*some, strict=True)
             spare = self.prefill_rows - len(some)
@@ -167,12 +179,12 @@ class _Batch:
         return finished, jax.tree.map(lambda leaf: leaf[list(taken)], generation)
 
 
-@partial(jax.jit, static_argnames=("capacity", "logprobs"))
-def _empty(model: Model, setting: Setting, nobody: Sampling, capacity: int, logprobs: bool) -> State:
+@partial(jax.jit, static_argnames=("capacity", "logprobs", "trace"))
+def _empty(model: Model, setting: Setting, nobody: Sampling, capacity: int, logprobs: bool, trace: bool) -> State:
     """A state in which every place is free; `nobody` has no budget."""
     batch = nobody.seed.shape[0]
     tokens, lengths = jnp.zeros((batch, capacity), jnp.int32), jnp.ones(batch, jnp.int32)
-    state = with_settings(initial_state(model, tokens, lengths, logprobs), nobody, jax.random.key(KEY))
+    state = with_settings(initial_state(model, tokens, lengths, logprobs, trace), nobody, jax.random.key(KEY))
     return constrain_rows(state, setting.partition)
 
 

@@ -16,7 +16,7 @@ from dspark_jax.jobs.text import Text
 from dspark_jax.model.model import Model
 
 PROMPTS = ("prompt", "prompt_ids", "messages")
-FIELDS = ("id", *PROMPTS, "tools", "thinking", "samples", *SETTINGS)
+FIELDS = ("id", *PROMPTS, "tools", "thinking", "category", "samples", *SETTINGS)
 
 Key = tuple[str | int, int]
 """A line's id and the number of the sample."""
@@ -30,19 +30,22 @@ class Job:
         key: the line's id and the number of the sample.
         request: checked.
         thinking: that of a dialogue, None for a plain prompt.
+        category: what kind of prompt it is, if the line says so.
     """
 
     key: Key
     request: Request
     thinking: chat.Thinking | None
+    category: str | None
 
     def settings(self) -> dict[str, Any]:
-        """What the completion depends on of its own, as JSON values."""
+        """What the completion depends on of its own, and its category, as JSON values."""
         prompt = np.array(self.request.prompt, np.int32).tobytes()
         known = {name: getattr(self.request, name) for name in SETTINGS}
         return known | {
             "stop_ids": list(self.request.stop_ids or ()),
             "thinking": self.thinking,
+            "category": self.category,
             "prompt_tokens": len(self.request.prompt),
             "prompt_sha256": hashlib.sha256(prompt).hexdigest()[:16],
         }
@@ -53,7 +56,7 @@ class PromptReader:
     """Makes jobs of what a person wrote.
 
     A row is an object with one of `prompt` (text), `prompt_ids` or `messages` (with `tools` and `thinking` by option).
-    `samples` and the settings of `Request` may stand beside them and replace the reader's.
+    `samples` and the settings of `Request` may stand beside them and replace the reader's; `category` names the kind.
 
     Attributes:
         settings: of rows that have none of their own, by the names of `Request`.
@@ -102,11 +105,12 @@ class PromptReader:
             raise RequestError(f"expected one of {', '.join(PROMPTS)}; found {found}.")
         [kind] = given
         thinking, samples = row.get("thinking", self.thinking), check_count(row.get("samples", self.samples), "samples")
+        category = _category(row["category"]) if "category" in row else None
         own = {setting: row[setting] for setting in SETTINGS if setting in row}
         request = Request(self._prompt(kind, row, thinking), **{**self.settings, **own})
         request = check_request(request, self.model, kind)
         answered = thinking if kind == "messages" else None
-        return [Job((name, number), request.sample(number), answered) for number in range(samples)]
+        return [Job((name, number), request.sample(number), answered, category) for number in range(samples)]
 
     def _prompt(self, kind: str, row: dict[str, Any], thinking: chat.Thinking) -> Sequence[int]:
         if kind == "messages":
@@ -116,6 +120,12 @@ class PromptReader:
         if not isinstance(row[kind], str):
             raise RequestError(f"prompt is {row[kind]!r}; expected text, or token ids as prompt_ids.")
         return self.text.encode(row[kind])
+
+
+def _category(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise RequestError(f'category is {value!r}; expected the name of a kind of prompts, such as "maths".')
+    return value.strip()
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from dspark_jax.decoding.generate import Completion
+from dspark_jax.decoding.trace import Round
 from dspark_jax.errors import RequestError
 from dspark_jax.jobs.json_lines import parse_object, to_line
 from dspark_jax.jobs.prompts import Job, Key
@@ -42,6 +43,8 @@ def record_of(job: Job, completion: Completion, text: Text, common: dict[str, An
     if completion.target_logprobs is not None:
         record["target_logprobs"] = completion.target_logprobs
         record["drawn_logprobs"] = completion.drawn_logprobs
+    if completion.rounds is not None:
+        record["rounds"] = {name: [getattr(one, name) for one in completion.rounds] for name in Round._fields}
     return record
 
 
@@ -102,9 +105,9 @@ class Results:
                 case {"id": str() | int() as name, "sample": int() as sample, "settings": dict() as known}:
                     settings[name, sample] = known
                 case _:
-                    raise RequestError(f"{where}: is no line of `dspark generate`; name another --out.")
+                    raise RequestError(f"{where}: is no completion that `dspark` wrote; name another --out.")
         if not (torn.startswith(LINE_START) or LINE_START.startswith(torn)):
-            raise RequestError(f"{self.path}: its last line is none of `dspark generate`; name another --out.")
+            raise RequestError(f"{self.path}: its last line is none that `dspark` wrote; name another --out.")
         os.ftruncate(self._file, sum(len(line) + 1 for line in lines))
         return settings
 

@@ -24,12 +24,20 @@ class Tables:
         target: float32 [M, V, V].
         drafter: float32 [M, V, g, V].
         markov: float32 [V, V].
+        confidence: float32 [M, V, g] and [V], confidence logits made like the drafter's; the loop is then traced.
 
     The loop is compiled once for a batch size, with what is patched at that moment.
     """
 
-    def __init__(self, target: np.ndarray, drafter: np.ndarray, markov: np.ndarray) -> None:
+    def __init__(
+        self,
+        target: np.ndarray,
+        drafter: np.ndarray,
+        markov: np.ndarray,
+        confidence: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> None:
         self.target, self.drafter, self.markov = map(jnp.asarray, (target, drafter, markov))
+        self.confidence = confidence and tuple(map(jnp.asarray, confidence))
         config = SimpleNamespace(vocab_size=target.shape[-1])
         self.model: Any = SimpleNamespace(
             config=config,
@@ -46,7 +54,8 @@ class Tables:
     def decode(self, tokens: np.ndarray, lengths: np.ndarray, sampling: Sampling, key: int = 0) -> state.State:
         """The state when every sequence is done."""
         with self._in_place_of_the_model():
-            begin = state.initial_state(self.model, jnp.asarray(tokens), jnp.asarray(lengths), logprobs=True)
+            wanted = {"logprobs": True, "trace": self.confidence is not None}
+            begin = state.initial_state(self.model, jnp.asarray(tokens), jnp.asarray(lengths), **wanted)
             return self._loop(state.with_settings(begin, sampling, jax.random.key(key)))
 
     @contextmanager
@@ -71,4 +80,8 @@ class Tables:
         for slot in range(base.shape[1]):
             logits.append(base[:, slot] + self.markov[ids[-1]])
             ids.append(choose(logits[-1], jnp.int32(slot)))
-        return SimpleNamespace(ids=jnp.stack(ids[1:], axis=1), logits=jnp.stack(logits, axis=1))
+        confidence = None
+        if self.confidence:
+            place, before = self.confidence
+            confidence = place[position % len(place), anchor] + before[jnp.stack(ids[:-1], axis=1)]
+        return SimpleNamespace(ids=jnp.stack(ids[1:], axis=1), logits=jnp.stack(logits, axis=1), confidence=confidence)

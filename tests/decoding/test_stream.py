@@ -11,7 +11,7 @@ from random_model import random_model
 from tiny_configs import CONFIGS
 
 import dspark_jax
-from dspark_jax import Completion, Generation, Model, Request, Sampling
+from dspark_jax import Completion, Generation, Model, Request, Sampling, Statistics
 from dspark_jax.decoding import stream as streaming
 from dspark_jax.decoding.programs import start
 
@@ -147,6 +147,33 @@ def test_generate_takes_samples_and_refuses_what_does_not_fit(model: Model, stre
             dspark_jax.generate(model, [[1], [2]], **options)
     with pytest.raises(dspark_jax.RequestError, match="batch_size is 0"):
         dspark_jax.stream(model, [Request([1])], batch_size=0)
+
+
+# What rounds did -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def traced(model: Model, requests: list[Request]) -> dict[int, Completion]:
+    return dict(dspark_jax.stream(model, requests, PLACES, logprobs=True, trace=True))
+
+
+def test_a_trace_changes_nothing_else(traced: dict[int, Completion], streamed: dict[int, Completion]) -> None:
+    assert {number: replace(completion, rounds=None) for number, completion in traced.items()} == streamed
+
+
+def test_rounds_add_up_to_the_statistics(model: Model, requests: list[Request], traced: dict[int, Completion]) -> None:
+    """Also in places that others had before."""
+    for number, completion in traced.items():
+        rounds, statistics = completion.rounds, completion.statistics
+        assert rounds is not None
+        ends = np.cumsum([0, *(entry.tokens for entry in rounds)]).tolist()
+        assert [*(entry.begin for entry in rounds), len(completion.tokens)] == ends
+        assert Statistics.of_rounds(rounds, model.block_size) == statistics
+        assert all(len(entry.confidence) == entry.offered for entry in rounds)
+        assert requests[number].draft_tokens != 0 or not any(entry.offered for entry in rounds)
+    every = [entry for completion in traced.values() for entry in completion.rounds or ()]
+    assert any(entry.tokens == entry.accepted for entry in every), "a round ends at an accepted stop id"
+    assert len({entry.confidence[0] for entry in every if entry.offered}) > 30
 
 
 # The pure function ---------------------------------------------------------------------------------------------------
