@@ -25,7 +25,7 @@ GOLDEN = ROOT / "tests" / "golden"
 # The floors, from the ground up; the package's own front door opens onto everything but the command line.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("config", "formats"),
+    ("config", "formats", "assets"),
     ("model",),
     ("checkpoint", "sharding", "placement", "chat"),
     ("decoding",),

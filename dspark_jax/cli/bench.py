@@ -12,7 +12,7 @@ from tyro.conf import OmitArgPrefixes, arg
 from dspark_jax.bench.generate import Against, GenerateReport, Workload, bench_generate
 from dspark_jax.bench.load import LoadReport, bench_load
 from dspark_jax.bench.sparse import sparse_checkpoint
-from dspark_jax.cli.options import ONE_DEVICE, Devices, Loading
+from dspark_jax.cli.options import ONE_DEVICE, PACKAGED, Devices, Loading
 from dspark_jax.cli.terminal import RESULT, bytes_bar, print_json, steps_bar
 from dspark_jax.errors import RequestError
 
@@ -74,7 +74,7 @@ def print_load(report: LoadReport) -> None:
 
 def generate(
     *,
-    loading: OmitArgPrefixes[Loading],
+    loading: OmitArgPrefixes[Loading] = PACKAGED,
     devices: OmitArgPrefixes[Devices] = ONE_DEVICE,
     batch_size: Annotated[int, arg(metavar="B")] = 1,
     prompt_tokens: Annotated[int, arg(metavar="N")] = 128,

@@ -14,7 +14,7 @@ from tyro.conf import OmitArgPrefixes, arg
 from dspark_jax import chat
 from dspark_jax.checkpoint.fingerprint import fingerprint
 from dspark_jax.checkpoint.load import load
-from dspark_jax.cli.options import ONE_DEVICE, Answering, Devices, Loading
+from dspark_jax.cli.options import ONE_DEVICE, PACKAGED, Answering, Devices, Loading
 from dspark_jax.cli.terminal import (
     RESULT,
     STATUS,
@@ -77,7 +77,7 @@ def regenerate(
     prompts: Annotated[Path, arg(metavar="FILE")],
     out: Annotated[Path, arg(metavar="FILE")],
     batch_size: Annotated[int, arg(metavar="B")] = 8,
-    loading: OmitArgPrefixes[Loading],
+    loading: OmitArgPrefixes[Loading] = PACKAGED,
     devices: OmitArgPrefixes[Devices] = ONE_DEVICE,
     decoding: OmitArgPrefixes[Answering] = ON_POLICY,
     json: bool = False,
@@ -147,7 +147,7 @@ def cache(
     documents: Annotated[Path, arg(metavar="FILE")],
     out: Annotated[Path, arg(metavar="DIR")],
     batch_size: Annotated[int, arg(metavar="B")] = 4,
-    loading: OmitArgPrefixes[Loading],
+    loading: OmitArgPrefixes[Loading] = PACKAGED,
     devices: OmitArgPrefixes[Devices] = ONE_DEVICE,
     reading: OmitArgPrefixes[Reading] = AS_USUAL,
     json: bool = False,

@@ -15,7 +15,7 @@ from tyro.conf import OmitArgPrefixes, arg
 
 from dspark_jax import chat
 from dspark_jax.checkpoint.fingerprint import fingerprint
-from dspark_jax.cli.options import ONE_DEVICE, Devices, Loading
+from dspark_jax.cli.options import ONE_DEVICE, PACKAGED, Devices, Loading
 from dspark_jax.cli.terminal import RESULT, bytes_bar, completions_bar, print_json, print_warning, spinner
 from dspark_jax.config import ModelConfig
 from dspark_jax.data.files import replace
@@ -67,7 +67,7 @@ def evaluate(
     prompts: Annotated[Path, arg(metavar="FILE")],
     out: Annotated[Path, arg(metavar="DIR")],
     batch_size: Annotated[int, arg(metavar="B", help_behavior_hint="(default: 8)")] = 8,
-    loading: OmitArgPrefixes[Loading],
+    loading: OmitArgPrefixes[Loading] = PACKAGED,
     devices: OmitArgPrefixes[Devices] = ONE_DEVICE,
     evaluation: OmitArgPrefixes[Evaluation] = GREEDY,
     json: bool = False,

@@ -14,7 +14,7 @@ from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from dspark_jax import chat
 from dspark_jax.checkpoint.fingerprint import fingerprint
-from dspark_jax.cli.options import ONE_DEVICE, UNLESS_ASKED, Decoding, Devices, Loading
+from dspark_jax.cli.options import ONE_DEVICE, PACKAGED, UNLESS_ASKED, Decoding, Devices, Loading
 from dspark_jax.cli.terminal import RESULT, bytes_bar, completions_bar, print_json, print_warning
 from dspark_jax.config import ModelConfig
 from dspark_jax.decoding.generate import Completion
@@ -37,7 +37,7 @@ def generate(
     prompts: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(needs --out)")] = None,
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(with --prompts)")] = None,
     batch_size: Annotated[int, arg(metavar="B", help_behavior_hint="(with --prompts; default: 8)")] = 8,
-    loading: OmitArgPrefixes[Loading],
+    loading: OmitArgPrefixes[Loading] = PACKAGED,
     devices: OmitArgPrefixes[Devices] = ONE_DEVICE,
     decoding: OmitArgPrefixes[Decoding] = UNLESS_ASKED,
     json: bool = False,

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 from tyro.conf import arg
 
+from dspark_jax.assets import TINY_V4
 from dspark_jax.cli.facts import Amount, Files, Inspection, Memory, Parameters, Tensors, inspect_folder
 from dspark_jax.cli.terminal import RESULT, print_json
 from dspark_jax.config import LayerKind, ModelConfig
@@ -21,7 +22,11 @@ MEMORY_NOTE = (
 )
 
 
-def inspect(*, checkpoint: Annotated[Path, arg(metavar="DIR")], json: bool = False) -> int:
+def inspect(
+    *,
+    checkpoint: Annotated[Path, arg(metavar="DIR", help_behavior_hint="(default: the packaged tiny-v4)")] = TINY_V4,
+    json: bool = False,
+) -> int:
     """Show what a checkpoint is, what it holds, and what fits on the devices.
 
     Args:

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from tyro.conf import arg
 
 from dspark_jax import chat
+from dspark_jax.assets import TINY_V4
 from dspark_jax.checkpoint.load import Progress, load
 from dspark_jax.decoding.request import SETTINGS, Request
 from dspark_jax.model.model import Model
@@ -38,7 +39,7 @@ ONE_DEVICE = Devices()
 class Loading:
     """Which model, and where it lies."""
 
-    checkpoint: Annotated[Path, arg(metavar="DIR")]
+    checkpoint: Annotated[Path, arg(metavar="DIR", help_behavior_hint="(default: the packaged tiny-v4)")] = TINY_V4
     """Folder with config.json, the index and the shards."""
     numerics: Literal["float32", "bfloat16", "official"] = "bfloat16"
     """float32 for parity with PyTorch, official to quantise activations as DeepSeek serves the model."""
@@ -46,6 +47,9 @@ class Loading:
     def model(self, devices: Devices, progress: Progress) -> Model:
         """Loads it."""
         return load(self.checkpoint, self.numerics, devices.mesh(), progress=progress)
+
+
+PACKAGED = Loading()
 
 
 @dataclass(frozen=True)

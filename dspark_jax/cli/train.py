@@ -11,10 +11,11 @@ from rich.filesize import decimal
 from rich.table import Table
 from tyro.conf import OmitArgPrefixes, arg
 
+from dspark_jax.assets import TINY_V4
 from dspark_jax.checkpoint.fingerprint import fingerprint
 from dspark_jax.checkpoint.load import load
 from dspark_jax.cli.data import AS_USUAL, Reading
-from dspark_jax.cli.options import ONE_DEVICE, Devices, Loading
+from dspark_jax.cli.options import ONE_DEVICE, PACKAGED, Devices, Loading
 from dspark_jax.cli.terminal import RESULT, STATUS, bytes_bar, print_json, spinner, training_bar
 from dspark_jax.config import ModelConfig
 from dspark_jax.data.batches import Batches
@@ -100,7 +101,7 @@ GENTLY = Learning()
 
 def train(
     *,
-    loading: OmitArgPrefixes[Loading],
+    loading: OmitArgPrefixes[Loading] = PACKAGED,
     documents: Annotated[Path | None, arg(metavar="FILE_OR_CACHE")] = None,
     out: Annotated[Path | None, arg(metavar="DIR")] = None,
     batch_size: Annotated[int, arg(metavar="B")] = 8,
@@ -127,8 +128,8 @@ def train(
         passing: Keep the features of so many steps on disk at a time: captured, trained on, deleted.
         save_every: Steps between two checkpoints.
         tensorboard: Write event files for TensorBoard into OUT, too.
-        dry_run: Print the memory that a step with cached features takes and stop. Needs config.json alone, no --documents.
-        row_tokens: Of a row, for --dry-run; otherwise rows are as long as the longest document.
+        dry_run: Print the memory of a step with cached features and stop. Needs config.json alone, no --documents.
+        row_tokens: Of a row, for --dry-run; otherwise a row is as long as the longest document.
         json: Print the result as JSON.
     """
     if dry_run:
@@ -160,7 +161,7 @@ def train(
 
 def export(
     *,
-    checkpoint: Annotated[Path, arg(metavar="DIR")],
+    checkpoint: Annotated[Path, arg(metavar="DIR", help_behavior_hint="(default: the packaged tiny-v4)")] = TINY_V4,
     run: Annotated[Path, arg(metavar="DIR")],
     out: Annotated[Path, arg(metavar="DIR")],
     json: bool = False,

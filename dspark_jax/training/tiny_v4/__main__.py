@@ -39,6 +39,14 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--steps", type=int, help="take so many instead of what fits into the time")
     one.add_argument("--batch", type=int, default=64, help="rows of a step")
     one.add_argument("--peak", type=float, default=2e-3, help="largest learning rate")
+    one = command("drafter", _drafter, "trains the drafter of a target and writes OUT/checkpoint and OUT/metrics.jsonl")
+    one.add_argument("--target", type=Path, required=True, help="checkpoint written by the command 'target'")
+    one.add_argument("--out", type=Path, required=True)
+    one.add_argument("--steps", type=int, default=8000)
+    one.add_argument("--batch", type=int, default=64, help="rows of a step")
+    one.add_argument("--written", type=int, default=16384, help="rows that the target writes first")
+    one.add_argument("--side-by-side", type=int, default=1024, help="of them at a time")
+    one.add_argument("--peak", type=float, default=2e-3, help="largest learning rate")
     one = command("evaluate", _evaluate, "bits per byte of a checkpoint, with its own picks or others")
     one.add_argument("--checkpoint", type=Path, required=True)
     one.add_argument("--split", choices=corpus.SPLITS, default="test")
@@ -81,6 +89,27 @@ def _target(options: argparse.Namespace) -> None:
     streams = prepared.streams["train"], prepared.streams["validation"]
     log = append_to(options.out / METRICS)
     model = train_target(model, *streams, plan, Budget(options.steps, 60 * options.minutes), log)
+    write(model, prepared.tokenizer, options.out / CHECKPOINT)
+
+
+def _drafter(options: argparse.Namespace) -> None:
+    from dspark_jax.checkpoint.load import load
+    from dspark_jax.training.tiny_v4.train_drafter import DrafterPlan, train_drafter
+    from dspark_jax.training.tiny_v4.train_target import CHECKPOINT, METRICS, append_to
+    from dspark_jax.training.tiny_v4.train_target import write_checkpoint as write
+
+    prepared = tokens.read(options.corpus)
+    options.out.mkdir(parents=True, exist_ok=True)
+    plan = DrafterPlan(
+        steps=options.steps,
+        batch=options.batch,
+        written=options.written,
+        side_by_side=options.side_by_side,
+        learning_rate=options.peak,
+    )
+    model = load(options.target, "bfloat16")
+    streams = prepared.streams["train"], prepared.streams["validation"]
+    model = train_drafter(model, *streams, plan, append_to(options.out / METRICS))
     write(model, prepared.tokenizer, options.out / CHECKPOINT)
 
 
