@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -53,6 +54,11 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--picks", choices=("learnt", "recent", "oldest", "random"), default="learnt")
     one.add_argument("--numerics", default="bfloat16")
     one.add_argument("--tokens", type=int, help="only the first so many of the split")
+    one = command("along-text", _along_text, "accepted length of a checkpoint's drafter along a side of the corpus")
+    one.add_argument("--checkpoint", type=Path, required=True)
+    one.add_argument("--split", choices=corpus.SPLITS, default="test")
+    one.add_argument("--numerics", default="bfloat16")
+    one.add_argument("--batch", type=int, default=8, help="rows side by side")
     one = command("prompts", _prompts, "writes held-out beginnings of functions and classes, one a line")
     one.add_argument("--out", type=Path, required=True)
     one.add_argument("--prompt-tokens", type=int, default=64)
@@ -124,6 +130,15 @@ def _evaluate(options: argparse.Namespace) -> None:
         spent = [some for _, some in bits(model, stream, ROW_TOKENS)]
     size = prepared.text_bytes(stream)
     _print({"picks": options.picks, "bytes": size, "bits_per_byte": sum(spent) / size})
+
+
+def _along_text(options: argparse.Namespace) -> None:
+    from dspark_jax.checkpoint.load import load
+    from dspark_jax.evaluation.along_text import along_text, rows_of
+
+    prepared = tokens.read(options.corpus)
+    rows = rows_of(prepared.streams[options.split], ROW_TOKENS, options.batch)
+    _print(dataclasses.asdict(along_text(load(options.checkpoint, options.numerics), rows)))
 
 
 def _prompts(options: argparse.Namespace) -> None:
