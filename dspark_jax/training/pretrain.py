@@ -20,6 +20,7 @@ from dspark_jax.model.moe import Routing
 from dspark_jax.model.rows import Rows
 from dspark_jax.model.target import LayerSeen, lm_logits, target_step
 from dspark_jax.training.parameters import Parameters, merge
+from dspark_jax.training.step import TrainingState
 
 LOWEST = -1e30  # in the place of minus infinity, whose derivative is none
 
@@ -63,22 +64,6 @@ class Losses:
     cross_entropy: jax.Array
     indexer: jax.Array
     loads: tuple[jax.Array, ...]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainingState:
-    """What one step hands to the next.
-
-    Attributes:
-        parameters: float32 masters.
-        optimiser: optax's state.
-        step: int32 [], steps taken.
-    """
-
-    parameters: Parameters
-    optimiser: optax.OptState
-    step: jax.Array
 
 
 @jax.tree_util.register_dataclass

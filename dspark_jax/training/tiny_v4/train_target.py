@@ -23,12 +23,12 @@ from dspark_jax.training.parameters import Parameters, masters, release, weights
 from dspark_jax.training.pretrain import (
     Plan,
     Report,
-    TrainingState,
     initial_state,
     rows_of_step,
     target_loss,
     train_steps,
 )
+from dspark_jax.training.step import TrainingState
 
 DISPATCH = 20  # steps of one program
 TIMED = 3  # dispatches behind the first, which compiles, whose time decides how many steps there will be
