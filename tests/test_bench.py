@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -16,20 +17,26 @@ import pytest
 from random_model import random_model
 from test_config import FLASH as OFFICIAL_FLASH
 from tiny_configs import CONFIGS
+from tokenizers import Tokenizer
 
 from dspark_jax import Model, ModelConfig, load, save
+from dspark_jax.assets import TINY_V4
 from dspark_jax.bench import generate as bench_generate_module
 from dspark_jax.bench import sparse
-from dspark_jax.bench.generate import GenerateReport, Timed, Workload, bench_generate
+from dspark_jax.bench.generate import Programs, Timed, bench_generate
 from dspark_jax.bench.load import LoadReport, bench_load
 from dspark_jax.bench.memory import anonymous_bytes
+from dspark_jax.bench.report import GenerateReport
+from dspark_jax.bench.workload import Workload
 from dspark_jax.checkpoint import load as load_module
 from dspark_jax.checkpoint.folder import CheckpointFolder
 from dspark_jax.cli import bench as bench_command
 from dspark_jax.cli import main
+from dspark_jax.cli.options import Loading
 from dspark_jax.decoding.generation import Generation
 from dspark_jax.decoding.statistics import Counters
 from dspark_jax.errors import RequestError
+from dspark_jax.training.tiny_v4.recipe import LARGEST_FOLDER
 
 TINY_A = Path(__file__).parent / "golden" / "tiny-a"
 BOUND = 10**9  # bytes of host memory that loading may take beside the arrays
@@ -76,6 +83,7 @@ AGAINST_FIELDS = {
 GENERATE_FIELDS = {
     "mesh": type(None),
     "checkpoint": str,
+    "prompts": str,
     "numerics": str,
     "device": str,
     "workload": dict,
@@ -222,30 +230,48 @@ class TestSparse:
         assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(model))
 
 
+def prompt_file(folder: Path, *rows: dict[str, Any]) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def test_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """One measurement of a model of three blocks, printed in every way, since it compiles four programs."""
     save(random_model(CONFIGS["two-streams"]), tmp_path / "model")
     reports: list[GenerateReport] = []
     monkeypatch.setattr(bench_command, "bench_generate", lambda *a: reports.append(bench_generate(*a)) or reports[-1])
+    ran: list[Timed] = []
+    run = Programs.run
+    monkeypatch.setattr(Programs, "run", lambda *arguments: ran.append(run(*arguments)) or ran[-1])
+    prompts = [np.random.default_rng(length).integers(0, 96, length).tolist() for length in (9, 4, 1, 6)]
+    file = prompt_file(tmp_path, *({"id": number, "prompt_ids": ids} for number, ids in enumerate(prompts)))
     arguments = ["bench", "generate", "--checkpoint", str(tmp_path / "model"), "--batch-size", "2"]
-    arguments += ["--prompt-tokens", "9", "--max-new-tokens", "12", "--repeats", "3"]
+    arguments += ["--prompts", str(file), "--max-new-tokens", "12", "--repeats", "3"]
     assert main([*arguments, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert types(told) == GENERATE_FIELDS
+    assert told["prompts"] == str(file)
+    assert told["workload"].items() >= {"prompts": "given", "sequences": 4, "shortest_prompt": 1}.items()
+    assert len(ran) == 3 * (1 + 3 * 2)  # three runs: a batch to warm up, then two batches in each of three repetitions
+    for number, timed in enumerate(ran[3:]):
+        for row, prompt in enumerate(prompts[number % 2 * 2 :][:2]):
+            assert timed.generation.tokens[row, : len(prompt)].tolist() == prompt
+            assert timed.generation.length[row] == len(prompt) + 12
     plain, narrow, speculative = (told[name] for name in ("plain", "plain_width_1", "speculative"))
     assert types(speculative) == RUN_FIELDS
     assert types(plain) == types(narrow) == RUN_FIELDS | {"speed_per_ceiling": float}
     assert [run["step_width"] for run in (plain, narrow, speculative)] == [4, 1, 4]
     assert [run["draft_tokens"] for run in (plain, narrow, speculative)] == [0, 0, 3]
     for run in (plain, narrow, speculative):
-        assert (run["prefill_tokens"], run["new_tokens"]) == (2 * 8, 2 * 12)
+        assert (run["prefill_tokens"], run["new_tokens"]) == (8 + 3 + 0 + 5, 4 * 12)
         assert len(run["prefill_seconds"]) == len(run["decode_seconds"]) == 3
-        assert run["tokens_per_second"] == 24 / median(run["decode_seconds"])
+        assert run["tokens_per_second"] == 48 / median(run["decode_seconds"])
         assert run["step_seconds"] == median(run["decode_seconds"]) / run["steps"]
         assert run["statistics"]["rounds"] == pytest.approx(2 * run["steps"] * run["occupancy"])
-    assert [(run["steps"], run["statistics"]["offered_drafts"]) for run in (plain, narrow)] == [(12, 0), (12, 0)]
+    assert [(run["steps"], run["statistics"]["offered_drafts"]) for run in (plain, narrow)] == [(24, 0), (24, 0)]
     assert speculative["statistics"]["offered_drafts"] > 0
-    assert told["ok"] and told["against_plain"]["equal_sequences"] == 2
+    assert told["ok"] and told["against_plain"]["equal_sequences"] == 4
 
     for run, against in ((plain, told["against_plain"]), (narrow, told["against_plain_width_1"])):
         assert types(against) == AGAINST_FIELDS | {"first_difference": type(against["first_difference"])}
@@ -259,7 +285,7 @@ def test_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setattr(bench_command, "bench_generate", lambda *_: reports[0])
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    assert "2 x (9 + 12) tokens on cpu" in out
+    assert "4 x (1-9 + 12) tokens in batches of 2 on cpu\ngiven prompts; " in out
     assert f"{speculative['statistics']['accepted_length']:.2f}" in out
     assert "✓ equal" in out
 
@@ -267,7 +293,7 @@ def test_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setattr(bench_command, "bench_generate", lambda *_: replace(reports[0], against_plain=differing))
     assert main(arguments) == 1
     out = capsys.readouterr().out
-    assert "✗ 1 of 2 equal" in out and "new token 7" in out
+    assert "✗ 1 of 4 equal" in out and "new token 7" in out
 
 
 @pytest.fixture(scope="module")
@@ -276,27 +302,29 @@ def tiny_a() -> Model:
 
 
 class FakePrograms:
-    """Takes the seconds it is told to, and generates what it is told to, for a batch of two with three new tokens."""
+    """Takes the seconds it is told to, and generates what it is told to, for batches of two with three new tokens."""
 
     seconds: dict[tuple[int, bool], list[float]]
     tokens: dict[tuple[int, bool], list[list[int]]]
     capacity, compile_seconds = 64, 1.0
 
-    def __init__(self, model: Model, requests: Any) -> None:
+    def __init__(self, model: Model, batches: Any) -> None:
         self.model = model
 
     def run(self, requests: Any) -> Timed:
         way = (self.model.step_width, requests[0].draft_tokens > 0)
+        length = np.array([len(request.prompt) for request in requests])
         tokens = np.zeros((2, 8), np.int32)
-        tokens[:, 4:7] = self.tokens[way]
+        for row, new in enumerate(self.tokens[way]):
+            tokens[row, length[row] : length[row] + 3] = new
         counters = jax.tree.map(np.asarray, Counters.zeros(2, self.model.block_size))
-        rounds = np.array([1, 2]) if way[1] else np.array([3, 3])
+        rounds = np.array([3, 3]) if not way[1] else np.array([3, 1]) if requests[0].seed else np.array([1, 2])
         counters = replace(counters, rounds=rounds, bonus=rounds)
         if way[1]:  # of five drafts in the one round of the first sequence two are accepted, of the second's one
             accepted = np.arange(5) < np.array([[2], [1]])
             counters = replace(counters, allowed_rounds=rounds, offered=counters.offered + 1, accepted=accepted)
-        yes, length = np.array([True, True]), np.array([4, 4])
-        generation = Generation(tokens, length, length + 3, ~yes, yes, None, counters)  # type: ignore[arg-type]
+        yes = np.array([True, True])
+        generation = Generation(tokens, length, length + 3, ~yes, yes, None, None, counters)  # type: ignore[arg-type]
         return Timed(0.5, self.seconds[way].pop(0), generation)
 
 
@@ -330,6 +358,33 @@ class TestArithmetic:
         assert against.break_even_accepted_length == pytest.approx(2.5 / 0.75)
         assert [done for _, done, _ in self.told] == list(range(15))
         assert {total for *_, total in self.told} == {15}
+
+    def test_the_sums_over_batches(self, tiny_a: Model) -> None:
+        """Two batches: of the second the speculative run takes three rounds, so places are empty in both."""
+        FakePrograms.seconds = {PLAIN: [99, 1, 2, 7, 7], NARROW: [99, 1, 1, 3, 3], DRAFTS: [99, 2, 3, 4, 4]}
+        report = self.bench(tiny_a, repeats=2, prompts=[[1] * 4, [2] * 5, [3] * 3, [4] * 2])
+        plain, speculative = report.plain, report.speculative
+        assert [run.decode_seconds for run in (plain, speculative)] == [[3, 14], [5, 8]]
+        assert plain.prefill_seconds == [1, 1]
+        assert [(run.steps, run.new_tokens, run.prefill_tokens) for run in (plain, speculative)] == [
+            (6, 12, 10),
+            (5, 12, 10),
+        ]
+        assert (plain.occupancy, speculative.occupancy) == (1, 7 / 10)
+        assert speculative.statistics.rounds == 7
+        against = report.against_plain
+        assert against.round_cost == pytest.approx((6.5 / 5) / (8.5 / 6))
+        assert against.speed_up == pytest.approx(8.5 / 6.5)
+        assert (report.ok, against.equal_sequences, against.first_difference) == (True, 4, None)
+        assert [done for _, done, _ in self.told] == list(range(18))
+        assert {total for *_, total in self.told} == {18}
+
+    def test_a_difference_is_told_by_the_new_token(self, tiny_a: Model) -> None:
+        FakePrograms.seconds = {way: [1.0] * 3 for way in (PLAIN, NARROW, DRAFTS)}
+        FakePrograms.tokens[DRAFTS] = [[1, 2, 3], [4, 5, 7]]
+        report = self.bench(tiny_a, repeats=1, prompts=[[1] * 4, [2] * 5, [3] * 3, [4] * 2])
+        assert not report.ok
+        assert (report.against_plain.equal_sequences, report.against_plain.first_difference) == (2, 2)
 
     def test_tokens_that_depend_on_drafts_fail(self, tiny_a: Model) -> None:
         FakePrograms.tokens[DRAFTS] = [[1, 2, 3], [4, 5, 7]]
@@ -367,3 +422,91 @@ class TestArithmetic:
 def test_nothing_is_loaded_for_a_number_below_one(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "generate", "--checkpoint", "nowhere", f"--{option}", "0"]) == 2
     assert f"{option.replace('-', '_')} is 0; expected an integer of at least 1." in capsys.readouterr().err
+
+
+class TestWorkload:
+    def test_random_prompts(self, tiny_a: Model) -> None:
+        workload = Workload(3, 50, 7, seed=5)
+        [batch] = workload.batches(tiny_a, 0)
+        assert [(len(request.prompt), request.stop_ids) for request in batch] == [(50, [])] * 3
+        assert len({*batch[0].prompt, *batch[1].prompt}) > 50
+        assert workload.batches(tiny_a, 0) == [batch]
+        assert workload.batches(tiny_a, 2) == [tuple(replace(request, draft_tokens=2) for request in batch)]
+        told = workload.to_dict()
+        assert told["prompts"] == "random"
+        assert (told["sequences"], told["shortest_prompt"], told["longest_prompt"]) == (3, 50, 50)
+
+    def test_given_prompts(self, tiny_a: Model) -> None:
+        workload = Workload(2, max_new_tokens=9, seed=5, prompts=[[1], [2, 3], [4], [5, 6, 7]])
+        batches = workload.batches(tiny_a, None)
+        assert [[request.prompt for request in batch] for batch in batches] == [[[1], [2, 3]], [[4], [5, 6, 7]]]
+        assert [request.seed for batch in batches for request in batch] == [5, 6, 7, 8]
+        told = workload.to_dict()
+        assert (told["sequences"], told["shortest_prompt"], told["longest_prompt"]) == (4, 1, 3)
+        assert "prompt_tokens" not in told
+
+    @pytest.mark.parametrize("batch_size", [2, 3, 8])
+    def test_a_batch_that_is_not_full_is_refused(self, batch_size: int) -> None:
+        with pytest.raises(RequestError, match=f"5 prompts do not fill batches of {batch_size}, and empty places"):
+            Workload(batch_size, prompts=[[1]] * 5)
+
+    def test_no_prompt_is_refused(self, tiny_a: Model) -> None:
+        with pytest.raises(RequestError, match="there is no prompt"):
+            bench_generate(tiny_a, Workload(prompts=[]), lambda *_: None)
+
+
+class TestPrompts:
+    """What is wrong with a file of prompts is told before weights are loaded."""
+
+    @pytest.fixture
+    def bench(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+        def run(*rows: dict[str, Any], more: tuple[str, ...] = ()) -> int:
+            path = prompt_file(tmp_path, *rows)
+            return main(["bench", "generate", "--checkpoint", str(TINY_A), "--prompts", str(path), *more])
+
+        def refuse(*_: Any, **__: Any) -> Model:
+            raise RequestError("weights are loaded")
+
+        monkeypatch.setattr(Loading, "model", refuse)
+        return run
+
+    @pytest.mark.parametrize(
+        "own", [{"temperature": 0.5}, {"max_new_tokens": 7}, {"seed": 1}, {"stop_ids": [1]}, {"samples": 2}]
+    )
+    def test_settings_of_a_line_are_refused(
+        self, own: dict[str, Any], bench: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert bench({"id": "a", "prompt_ids": [1]}, {"id": "b", "prompt_ids": [2], **own}) == 2
+        [name] = own
+        assert f"the line of id 'b' has its own {name}, and a measurement" in capsys.readouterr().err
+
+    def test_settings_that_are_the_command_s_pass(
+        self, bench: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        line = {"id": "a", "prompt_ids": [1], "category": "maths", "temperature": 0.5, "max_new_tokens": 7, "note": 1}
+        assert bench(line, more=("--temperature", "0.5", "--max-new-tokens", "7")) == 2
+        warning, refusal = capsys.readouterr().err.splitlines()
+        assert "not known, and ignored: note;" in warning
+        assert refusal == "dspark: weights are loaded"
+
+    def test_batches_that_are_not_full(self, bench: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+        assert bench({"id": "a", "prompt_ids": [1]}, more=("--batch-size", "2")) == 2
+        assert "1 prompts do not fill batches of 2" in capsys.readouterr().err
+
+    def test_lengths_belong_to_random_prompts(
+        self, bench: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert bench({"id": "a", "prompt_ids": [1]}, more=("--prompt-tokens", "5")) == 2
+        assert "--prompts and --prompt-tokens are both given" in capsys.readouterr().err
+
+
+def test_the_packaged_prompts_are_beginnings_of_code_in_the_packaged_model_s_tokens() -> None:
+    rows = [json.loads(line) for line in (TINY_V4 / "prompts.jsonl").read_text().splitlines()]
+    tokenizer = Tokenizer.from_file(str(TINY_V4 / "tokenizer.json"))
+    assert len({row["id"] for row in rows}) == 16
+    for row in rows:
+        assert len(row["prompt_ids"]) == 64
+        text = tokenizer.decode(row["prompt_ids"], skip_special_tokens=False)
+        assert text.startswith({"function": "def ", "class": "class "}[row["category"]])
+        assert tokenizer.encode(text, add_special_tokens=False).ids[:60] == row["prompt_ids"][:60]
+    assert sum(file.stat().st_size for file in TINY_V4.iterdir()) <= LARGEST_FOLDER

@@ -15,7 +15,9 @@ from tiny_configs import random_ids
 
 import dspark_jax
 from dspark_jax import Request
-from dspark_jax.bench.generate import RUNS, Workload, bench_generate
+from dspark_jax.bench.generate import bench_generate
+from dspark_jax.bench.report import RUNS
+from dspark_jax.bench.workload import Workload
 from dspark_jax.config import ModelConfig
 from dspark_jax.crosscheck.compare import compare
 from dspark_jax.decoding.programs import finish, start

@@ -1,6 +1,7 @@
 """`dspark bench`: how fast this machine loads a checkpoint and generates with it, and what bounds that."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,12 +10,21 @@ from rich.table import Table
 from rich.text import Text
 from tyro.conf import OmitArgPrefixes, arg
 
-from dspark_jax.bench.generate import Against, GenerateReport, Workload, bench_generate
+from dspark_jax.bench.generate import bench_generate
 from dspark_jax.bench.load import LoadReport, bench_load
+from dspark_jax.bench.prompts import read_prompts
+from dspark_jax.bench.report import Against, GenerateReport
 from dspark_jax.bench.sparse import sparse_checkpoint
-from dspark_jax.cli.options import ONE_DEVICE, PACKAGED, Devices, Loading
-from dspark_jax.cli.terminal import RESULT, bytes_bar, print_json, steps_bar
+from dspark_jax.bench.workload import Workload
+from dspark_jax.cli.options import ONE_DEVICE, PACKAGED, UNLESS_ASKED, Devices, Loading
+from dspark_jax.cli.terminal import RESULT, bytes_bar, print_json, print_warning, steps_bar
+from dspark_jax.config import ModelConfig
+from dspark_jax.decoding.request import SETTINGS, check_request
 from dspark_jax.errors import RequestError
+from dspark_jax.jobs.prompts import FIELDS, PromptReader
+from dspark_jax.jobs.text import Text as TextCoding
+from dspark_jax.model.model import abstract_model
+from dspark_jax.model.numerics import numerics_of
 
 
 def load(
@@ -76,45 +86,71 @@ def generate(
     *,
     loading: OmitArgPrefixes[Loading] = PACKAGED,
     devices: OmitArgPrefixes[Devices] = ONE_DEVICE,
+    prompts: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: random ids)")] = None,
+    prompt_tokens: Annotated[int | None, arg(metavar="N", help_behavior_hint="(of random ids; default: 128)")] = None,
     batch_size: Annotated[int, arg(metavar="B")] = 1,
-    prompt_tokens: Annotated[int, arg(metavar="N")] = 128,
     max_new_tokens: Annotated[int, arg(metavar="N")] = 128,
     draft_tokens: Annotated[int | None, arg(metavar="K", help_behavior_hint="(default: the trained block)")] = None,
     temperature: Annotated[float, arg(metavar="T")] = 0.0,
     repeats: Annotated[int, arg(metavar="R")] = 5,
     json: bool = False,
 ) -> int:
-    """Decode the same random prompts plainly, plainly at width 1, and speculatively, in one run.
+    """Decode the same prompts plainly, plainly at width 1, and speculatively, in one run.
 
-    Exit code 1 if greedy tokens depend on the drafts.
+    A trained model should be given --prompts of the kind that it was trained for: how many drafts it accepts after
+    random ids says nothing. Exit code 1 if greedy tokens depend on the drafts.
 
     Args:
+        prompts: JSON lines as `dspark generate --prompts` reads them, without settings of their own; all of them run,
+            a batch after the other, and fill every batch.
+        prompt_tokens: Ids of each random prompt.
         batch_size: Sequences that run side by side.
-        prompt_tokens: Random ids in each prompt.
         max_new_tokens: Tokens to generate for each; nothing stops a sequence earlier.
         draft_tokens: Drafts offered in a round of the speculative run.
         temperature: 0 decodes greedily.
         repeats: Timed repetitions after one to warm up; medians are told.
         json: Print one JSON object.
     """
-    workload = Workload(batch_size, prompt_tokens, max_new_tokens, draft_tokens, temperature, repeats)
+    if prompts and prompt_tokens is not None:
+        raise RequestError("--prompts and --prompt-tokens are both given; a file's prompts are as long as they are.")
+    tokens = Workload.prompt_tokens if prompt_tokens is None else prompt_tokens
+    workload = Workload(batch_size, tokens, max_new_tokens, draft_tokens, temperature, repeats)
+    if prompts:
+        workload = replace(workload, prompts=_prompts(prompts, workload, loading))
     with bytes_bar("loading weights") as progress:
         model = loading.model(devices, progress)
     with steps_bar("bench") as begin:
         report = bench_generate(model, workload, begin)
     if json:
-        print_json({"checkpoint": str(loading.checkpoint), "numerics": loading.numerics} | report.to_dict())
+        source = {"prompts": str(prompts) if prompts else None}
+        print_json({"checkpoint": str(loading.checkpoint), "numerics": loading.numerics} | source | report.to_dict())
     else:
         print_generate(report)
     return 0 if report.ok else 1
+
+
+def _prompts(path: Path, workload: Workload, loading: Loading) -> list[list[int]]:
+    config = ModelConfig.from_file(loading.checkpoint / "config.json")
+    model = abstract_model(config, numerics_of(loading.numerics))
+    checked = check_request(workload.request([0], workload.draft_tokens), model, "prompt")
+    settings = {name: getattr(checked, name) for name in SETTINGS}
+    reader = PromptReader(settings, 1, UNLESS_ASKED.thinking, TextCoding.of(loading.checkpoint), model)
+    prompts, ignored = read_prompts(path, reader)
+    if ignored:
+        print_warning(f"{path}: not known, and ignored: {', '.join(ignored)}; a line may have {', '.join(FIELDS)}.")
+    return prompts
 
 
 def print_generate(report: GenerateReport) -> None:
     """A column for each way to decode, and what follows for speculation."""
     w, runs = report.workload, [report.plain, report.plain_width_1, report.speculative]
     mesh = ", mesh of " + " x ".join(f"{axis} {size}" for axis, size in report.mesh.items()) if report.mesh else ""
-    RESULT.print(f"{w.batch_size} x ({w.prompt_tokens} + {w.max_new_tokens}) tokens on {report.device}{mesh}")
-    RESULT.print(f"median of {w.repeats}; decoding is timed without prefill and compilation\n", style="dim")
+    prompt = "-".join(map(str, sorted(set(w.prompt_lengths))))
+    RESULT.print(
+        f"{w.sequences} x ({prompt} + {w.max_new_tokens}) tokens in batches of {w.batch_size} on {report.device}{mesh}"
+    )
+    kind = "random prompts" if w.prompts is None else "given prompts"
+    RESULT.print(f"{kind}; median of {w.repeats}; decoding is timed without prefill and compilation\n", style="dim")
     table = _table("", "plain", "plain at width 1", "speculative")
     for name, told in (
         ("tokens/s", [f"{run.tokens_per_second:,.1f}" for run in runs]),
@@ -140,7 +176,7 @@ def print_generate(report: GenerateReport) -> None:
         ("pays above an accepted length of", [f"{other.break_even_accepted_length:.2f}" for other in others]),
     ):
         table.add_row(name, *told)
-    table.add_row("tokens", *(_agreement(other, w.batch_size, other is others[0]) for other in others))
+    table.add_row("tokens", *(_agreement(other, w.sequences, other is others[0]) for other in others))
     if any(other.first_difference is not None for other in others):
         places = [other.first_difference for other in others]
         table.add_row("first difference", *("" if place is None else f"new token {place}" for place in places))
