@@ -87,7 +87,7 @@ def generate(
     loading: OmitArgPrefixes[Loading] = PACKAGED,
     devices: OmitArgPrefixes[Devices] = ONE_DEVICE,
     prompts: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: random ids)")] = None,
-    prompt_tokens: Annotated[int | None, arg(metavar="N", help_behavior_hint="(of random ids; default: 128)")] = None,
+    prompt_tokens: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: 128)")] = None,
     batch_size: Annotated[int, arg(metavar="B")] = 1,
     max_new_tokens: Annotated[int, arg(metavar="N")] = 128,
     draft_tokens: Annotated[int | None, arg(metavar="K", help_behavior_hint="(default: the trained block)")] = None,
@@ -108,7 +108,7 @@ def generate(
         max_new_tokens: Tokens to generate for each; nothing stops a sequence earlier.
         draft_tokens: Drafts offered in a round of the speculative run.
         temperature: 0 decodes greedily.
-        repeats: Timed repetitions after one to warm up; medians are told.
+        repeats: Timed repetitions, after a batch to warm up; medians are told.
         json: Print one JSON object.
     """
     if prompts and prompt_tokens is not None:
