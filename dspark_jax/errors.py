@@ -32,7 +32,7 @@ class CorpusError(DsparkError):
 
 
 class NotFiniteError(DsparkError):
-    """The target's logits were not finite, so that no token could be chosen."""
+    """Not finite: the target's logits, so that no token could be chosen, or the loss of a step of training."""
 
 
 class CalibrationError(DsparkError):

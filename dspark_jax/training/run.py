@@ -72,7 +72,7 @@ def train(
     state = initial_state(model, recipe)
     with _claimed(directory):
         agree(directory, facts_of(recipe) | facts)
-        with _checkpoints(directory) as checkpoints:
+        with _checkpoints(directory, writing=True) as checkpoints:
             if checkpoints.latest is not None:
                 state = checkpoints.load(abstract_state=_abstract(state))
             first = int(state.step)
@@ -99,9 +99,12 @@ def load_parameters(directory: Path) -> tuple[int, Parameters]:
     """
     if not (directory / CONTRACT).is_file():
         raise RunError(f"{directory}: holds no {CONTRACT}; name the folder of a run of `dspark train`.")
-    with _checkpoints(directory) as checkpoints:
+    none = RunError(f"{directory}: its run has no checkpoint yet; let `dspark train` go on.")
+    if not (directory / CHECKPOINTS).is_dir():  # Orbax would make it
+        raise none
+    with _checkpoints(directory, writing=False) as checkpoints:
         if checkpoints.latest is None:
-            raise RunError(f"{directory}: its run has no checkpoint yet; let `dspark train` go on.")
+            raise none
         stored = checkpoints.metadata().metadata
         here = SingleDeviceSharding(jax.local_devices()[0])
         wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), stored)
@@ -188,13 +191,14 @@ def _claimed(directory: Path) -> Iterator[None]:
         yield
 
 
-def _checkpoints(directory: Path) -> ocp.training.Checkpointer:
+def _checkpoints(directory: Path, *, writing: bool) -> ocp.training.Checkpointer:
+    """Those of a run; only who holds its lock removes what a killed process left, which a live one may be writing."""
     policies = ocp.training
     return ocp.training.Checkpointer(
         (directory / CHECKPOINTS).resolve(),
         save_decision_policy=policies.save_decision_policies.FixedIntervalPolicy(1),
         preservation_policy=policies.preservation_policies.LatestN(KEPT),
-        cleanup_tmp_directories=True,
+        cleanup_tmp_directories=writing,
     )
 
 

@@ -20,6 +20,7 @@ import optax
 from dspark_jax.checkpoint.layout import logical_axes
 from dspark_jax.data.example import Example
 from dspark_jax.data.features import target_features
+from dspark_jax.decoding.request import SEEDS
 from dspark_jax.errors import RequestError
 from dspark_jax.model.drafter import confidence_logits
 from dspark_jax.model.markov import embed_previous, markov_latents
@@ -170,7 +171,7 @@ def train_step(
     with jax.numpy_dtype_promotion("standard"):  # optax mixes its own scalars in
         updates, moments = optimiser(recipe).update(gradients, state.optimiser, state.parameters)
         parameters = optax.apply_updates(state.parameters, updates)
-        report = Report(logged, optax.global_norm(gradients), jnp.float32(learning_rate(recipe)(state.step)))
+        report = Report(logged, optax.tree.norm(gradients), jnp.float32(learning_rate(recipe)(state.step)))
     return _constrained(TrainingState(parameters, moments, state.step + 1), recipe, partition), report
 
 
@@ -207,7 +208,9 @@ def check_recipe(recipe: Recipe) -> None:
         (0 <= recipe.warm_up <= 1, "warm_up", recipe.warm_up, "a part of the steps, 0 to 1"),
         (recipe.clip > 0, "clip", recipe.clip, "a positive norm"),
         (recipe.weight_decay >= 0, "weight_decay", recipe.weight_decay, "a number of at least 0"),
-        (min(weights) >= 0 < max(weights), "objective", weights, "weights of at least 0, of which one is positive"),
+        (recipe.objective.decay >= 0, "decay", recipe.objective.decay, "a number of at least 0"),
+        (all(w >= 0 for w in weights) and sum(weights) > 0, "objective", weights, "weights of at least 0, not all 0"),
+        (0 <= recipe.seed < SEEDS, "seed", recipe.seed, f"an integer from 0 to {SEEDS - 1}"),
     ]
     for holds, name, found, expected in rules:
         if not holds:
@@ -227,7 +230,5 @@ def _constrained(state: TrainingState, recipe: Recipe, partition: Partition | No
         return {name: placed(name, value) for name, value in parameters.items()}
 
     names = {name: name for name in state.parameters}
-    moments = optax.tree_utils.tree_map_params(
-        optimiser(recipe), lambda value, name: placed(name, value), state.optimiser, names
-    )
+    moments = optax.tree.map_params(optimiser(recipe), lambda value, name: placed(name, value), state.optimiser, names)
     return TrainingState(all_placed(state.parameters), moments, state.step)
