@@ -96,8 +96,8 @@ class Master:
 
     def decode(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """What `encode` stores, as numbers [..., out, in]; its derivative is that of the values themselves."""
-        codes, scales = _encode(jax.lax.stop_gradient(self.values), self.format)
-        return straight_through(self.values, _decode(codes, scales, self.format)).astype(dtype)
+        format = self.format
+        return straight_through(lambda values: _decode(*_encode(values, format), format), self.values).astype(dtype)
 
 
 def encode(values: jax.Array, format: Format) -> BlockScaled:

@@ -1,5 +1,6 @@
 """What every product and every rounding in this project means."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -35,13 +36,17 @@ def round_to(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     return x.astype(dtype)
 
 
+def straight_through(rounding: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """`rounding(x)`, of the shape and dtype of `x`, with the derivative of `x` (Bengio et al., arXiv:1308.3432)."""
+    return _with_derivative_of(x, rounding(jax.lax.stop_gradient(x)))
+
+
 @jax.custom_jvp
-def straight_through(x: jax.Array, rounded: jax.Array) -> jax.Array:
-    """`rounded`, with the derivative of `x`; both of one shape and dtype (Bengio et al. 2013, arXiv:1308.3432)."""
+def _with_derivative_of(x: jax.Array, rounded: jax.Array) -> jax.Array:
     del x
     return rounded
 
 
-@straight_through.defjvp
+@_with_derivative_of.defjvp
 def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     return primals[1], tangents[0]

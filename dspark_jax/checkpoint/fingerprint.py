@@ -7,20 +7,24 @@ from dspark_jax.checkpoint.folder import SHARD_PATTERN, SINGLE_FILE
 from dspark_jax.errors import CheckpointError
 
 SAMPLES, SAMPLE_BYTES, DIGITS = 16, 4096, 16
+PROVENANCE = "training.json"  # beside the weights of a trained checkpoint
 
 
 def fingerprint(directory: Path) -> str:
-    """16 hexadecimal digits of a SHA-256 over `config.json` and, of every shard, name, size and 16 samples of 4 KiB.
+    """16 hexadecimal digits of a SHA-256 over `config.json`, name, size and 16 samples of 4 KiB of every shard, and what
+    `dspark export` says of the tensors that it wrote, a digest of their bytes included.
 
-    It tells apart checkpoints that anybody would call different, such as two fine-tunings, without reading them; a
-    change of single weights can escape it.
+    It tells apart checkpoints that anybody would call different without reading them; a change of single weights by
+    another program can escape it.
 
     Raises:
         CheckpointError: a file cannot be read.
     """
     digest = hashlib.sha256()
     try:
-        digest.update((directory / "config.json").read_bytes())
+        for name in ("config.json", PROVENANCE):
+            path = directory / name
+            digest.update(path.read_bytes() if name != PROVENANCE or path.exists() else b"")
         for shard in sorted([*directory.glob(SHARD_PATTERN), *directory.glob(SINGLE_FILE)]):
             size = shard.stat().st_size
             digest.update(f"{shard.name} {size}".encode())

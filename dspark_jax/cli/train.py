@@ -257,7 +257,7 @@ def _dry_run(loading: Loading, learning: Learning, batch_size: int, row_tokens: 
     config = ModelConfig.from_file(loading.checkpoint / "config.json")
     recipe = learning.recipe(steps_per_epoch=1)
     with spinner("compiling a step"):
-        memory = step_memory(config, numerics_of(loading.numerics), recipe, batch_size, row_tokens, cached=True)
+        memory = step_memory(config, numerics_of(loading.numerics), recipe, batch_size, row_tokens)
     if json:
         print_json(asdict(memory) | {"peak": memory.peak, "backend": jax.default_backend()})
         return 0

@@ -62,7 +62,7 @@ class PassingCache:
         return self.batches.steps_per_epoch
 
     def starting_at(self, step: int) -> Iterator[Example]:
-        """The examples of this and all later steps, without end. A part is deleted when the next one is asked for.
+        """The examples of this and all later steps, without end. A part is deleted before the next one is captured.
 
         Raises:
             CacheError: a part of another run lies in the folder.
@@ -70,15 +70,22 @@ class PassingCache:
         while True:
             part = step // self._steps
             self._delete_others(part)
-            last = (part + 1) * self._steps
-            rows = [row for some in range(part * self._steps, last) for row in self.batches.plan(some)]
-            numbers = sorted(set(chain(*rows)))
-            cache = self._part(part, numbers)
-            place = {number: local for local, number in enumerate(numbers)}
-            for current in range(step, last):
-                plan = [tuple(place[number] for number in row) for row in self.batches.plan(current)]
-                yield assemble(cache, plan, self.batches.length)
-            step = last
+            yield from self._examples_of(part, step)
+            step = (part + 1) * self._steps
+
+    def delete(self) -> None:
+        """Removes what is on disk, at the end of a run."""
+        self._delete_others(part=None)
+
+    def _examples_of(self, part: int, step: int) -> Iterator[Example]:
+        """Those of a part from a step on. Its files are mapped no longer when this returns, so that they can go."""
+        steps = range(part * self._steps, (part + 1) * self._steps)
+        numbers = sorted(set(chain(*(row for some in steps for row in self.batches.plan(some)))))
+        cache = self._part(part, numbers)
+        place = {number: local for local, number in enumerate(numbers)}
+        for current in range(step, steps.stop):
+            plan = [tuple(place[number] for number in row) for row in self.batches.plan(current)]
+            yield assemble(cache, plan, self.batches.length)
 
     def _part(self, part: int, numbers: Sequence[int]) -> FeatureCache:
         directory, corpus = self._name(part), self.batches.corpus
@@ -90,7 +97,7 @@ class PassingCache:
     def _name(self, part: int) -> Path:
         return self._directory / f"part-{part:06d}"
 
-    def _delete_others(self, part: int) -> None:
+    def _delete_others(self, part: int | None) -> None:
         for index in self._directory.glob(f"part-[0-9]*/{INDEX_FILE}"):  # a folder of caches, and nobody else's
-            if index.parent != self._name(part):
+            if part is None or index.parent != self._name(part):
                 shutil.rmtree(index.parent)

@@ -35,16 +35,23 @@ def quantise_e4m3(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
 
 def fake_e4m3(x: jax.Array, block: int) -> jax.Array:
     """`x` after E4M3 quantisation with one scale for `block` channels of the last axis; same dtype as `x` (exact)."""
-    values, scale = quantise_e4m3(jax.lax.stop_gradient(x), block)
-    return straight_through(x, _flat(_blocks(values, block) * scale[..., None], x.shape).astype(x.dtype))
+
+    def rounding(x: jax.Array) -> jax.Array:
+        values, scale = quantise_e4m3(x, block)
+        return _flat(_blocks(values, block) * scale[..., None], x.shape).astype(x.dtype)
+
+    return straight_through(rounding, x)
 
 
 def fake_e2m1(x: jax.Array, block: int) -> jax.Array:
     """`x` after E2M1 quantisation with one scale for `block` channels of the last axis; same dtype as `x` (exact)."""
-    blocks = _blocks(jax.lax.stop_gradient(x), block)
-    scale = _scale(blocks, _E2M1_FLOOR, _RECIPROCAL_E2M1_MAX)
-    values = decode_e2m1(encode_e2m1(blocks / scale))
-    return straight_through(x, _flat(values * scale, x.shape).astype(x.dtype))
+
+    def rounding(x: jax.Array) -> jax.Array:
+        blocks = _blocks(x, block)
+        scale = _scale(blocks, _E2M1_FLOOR, _RECIPROCAL_E2M1_MAX)
+        return _flat(decode_e2m1(encode_e2m1(blocks / scale)) * scale, x.shape).astype(x.dtype)
+
+    return straight_through(rounding, x)
 
 
 def hadamard(x: jax.Array) -> jax.Array:

@@ -5,6 +5,8 @@ tensors keep their bytes. Other shards are linked where the file system allows i
 checkpoint takes the room of the drafter.
 """
 
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dspark_jax.checkpoint.fingerprint import PROVENANCE
 from dspark_jax.checkpoint.folder import SHARD_PATTERN, SINGLE_FILE, CheckpointFolder
 from dspark_jax.checkpoint.layout import layout
 from dspark_jax.checkpoint.save import tensors_of
@@ -25,8 +28,6 @@ from dspark_jax.model.model import abstract_model
 from dspark_jax.model.numerics import numerics_of
 from dspark_jax.training.parameters import Parameters, release, weights_of
 
-PROVENANCE = "training.json"
-
 
 def export(source: Path, parameters: Parameters, out: Path, provenance: dict[str, Any]) -> list[str]:
     """Writes the folder of a checkpoint anew, with trained weights.
@@ -35,7 +36,7 @@ def export(source: Path, parameters: Parameters, out: Path, provenance: dict[str
         source: the checkpoint from which the masters were taken.
         parameters: masters of weights of its drafter.
         out: must not exist, or be an empty folder; it appears when it is whole.
-        provenance: JSON values for the file `training.json` beside the weights.
+        provenance: JSON values for the file `training.json` beside the weights, which keeps the source's own, too.
 
     Returns:
         Official names of the tensors that were trained.
@@ -46,18 +47,23 @@ def export(source: Path, parameters: Parameters, out: Path, provenance: dict[str
     folder = CheckpointFolder.open(source)
     config = ModelConfig.from_file(source / "config.json")
     _check_names(config, parameters, source)
-    names = []
+    names, digest = [], hashlib.sha256()
     with new_folder(out) as work:
         _copy(source, work)
         for name, values in trained_tensors(config, parameters):
+            content = np.ascontiguousarray(values).view(np.uint8)
+            digest.update(name.encode())
+            digest.update(content.data)
             _overwrite(folder, name, values, work)
             names.append(name)
-        write_json(work / PROVENANCE, provenance)
+        earlier = source / PROVENANCE
+        history = {"source": json.loads(earlier.read_text(encoding="utf-8"))} if earlier.exists() else {}
+        write_json(work / PROVENANCE, provenance | {"trained_sha256": digest.hexdigest()} | history)
     return names
 
 
 def trained_tensors(config: ModelConfig, parameters: Parameters) -> Iterator[tuple[str, np.ndarray]]:
-    """Masters as the checkpoint stores them, official name and array, one weight in host memory at a time."""
+    """Masters as the checkpoint stores them, official name and array, one weight encoded at a time."""
     abstract = abstract_model(config, numerics_of("float32"), parts=("drafter",))
     for name, master in parameters.items():
         released = release(abstract, {name: master})
@@ -74,10 +80,10 @@ def _check_names(config: ModelConfig, parameters: Parameters, source: Path) -> N
 
 
 def _copy(source: Path, work: Path) -> None:
-    """All of the folder but what is hidden: shards as links, the rest as copies."""
+    """All of the folder but what is hidden or describes the source's weights: shards as links, the rest as copies."""
     with refusals_explained(work):
         for path in sorted(source.iterdir()):
-            if path.name.startswith("."):
+            if path.name.startswith((".", "README")) or path.name == PROVENANCE:
                 continue
             if path.is_dir():
                 shutil.copytree(path, work / path.name)

@@ -16,7 +16,7 @@ EPSILON = 1e-6  # added to denominators, so that a step without supervised slots
 
 @dataclass(frozen=True)
 class Objective:
-    """Weights of the three terms, and what implementations disagree about (defaults: DeepSpec's).
+    """Weights of the three terms, and what implementations disagree about. Defaults are DeepSpec's but for the last.
 
     Attributes:
         cross_entropy: of -log p_d(label).
@@ -75,7 +75,7 @@ def losses(terms: SlotTerms, confidence: jax.Array, supervised: jax.Array, objec
     distance = terms.distance / 2 if objective.half_distance else terms.distance
 
     def total(values: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(supervised, weights * values, 0))  # what is not supervised may be anything, NaN too
+        return jnp.sum(jnp.where(supervised, weights * values, 0))  # what is not supervised may be anything
 
     return Losses(
         cross_entropy=total(terms.cross_entropy),
@@ -142,7 +142,7 @@ def metrics(
 ) -> Metrics:
     """All of them, from slots [B, A, g] and blocks [B, A]."""
     sums, weights = losses(terms, confidence, supervised, objective), slot_weights(supervised, objective.decay)
-    blocks = supervised.any(axis=-1) & kept
+    blocks = supervised.any(axis=-1)
     agrees, probability = terms.draft_pick == terms.target_pick, jax.nn.sigmoid(confidence)
     survival = _products(probability, supervised) - _products(terms.acceptance, supervised)
 
@@ -159,8 +159,8 @@ def metrics(
         greedy_length=_mean(1 + jnp.sum(_products(agrees, supervised), axis=-1), blocks),
         label_accuracy=position_mean(terms.draft_pick == labels),
         agreement=position_mean(agrees),
-        draft_top=_mean(jnp.exp(terms.draft_top), supervised),
-        target_top=_mean(jnp.exp(terms.target_top), supervised),
+        draft_top=_mean(terms.draft_top, supervised),
+        target_top=_mean(terms.target_top, supervised),
         confidence_error=_mean(jnp.abs(probability - terms.acceptance), weights),
         confidence_bias=_mean(probability - terms.acceptance, weights),
         survival_bias=_mean(survival, weights),

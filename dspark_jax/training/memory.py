@@ -1,6 +1,5 @@
 """What a step of training takes on a device, from the compiler's own analysis: nothing is allocated or run."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +8,9 @@ import jax.numpy as jnp
 
 from dspark_jax.config import ModelConfig
 from dspark_jax.data.example import Example, Features
-from dspark_jax.model.model import Model, Part, abstract_model
+from dspark_jax.model.model import abstract_model
 from dspark_jax.model.numerics import Numerics
-from dspark_jax.training.parameters import masters, names_in
-from dspark_jax.training.step import Recipe, TrainingState, optimiser, train_step
+from dspark_jax.training.step import Recipe, abstract_state, train_step
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class StepMemory:
     Attributes:
         model: frozen weights.
         state: float32 masters and moments, updated in place.
-        example: tokens, and features if they are cached.
+        example: tokens and features.
         temporary: what the step needs beside them at its peak.
     """
 
@@ -37,40 +35,26 @@ class StepMemory:
         return self.model + self.state + self.example + self.temporary
 
 
-def step_memory(
-    config: ModelConfig, numerics: Numerics, recipe: Recipe, batch: int, length: int, cached: bool
-) -> StepMemory:
-    """Compiles a step for the backend in use.
+def step_memory(config: ModelConfig, numerics: Numerics, recipe: Recipe, batch: int, length: int) -> StepMemory:
+    """Compiles a step for the backend in use, on one device and with features that come with the example.
 
     Args:
         batch: rows of an example.
         length: tokens of a row.
-        cached: features come with the example; the target is not loaded.
     """
-    parts: Sequence[Part] = ("drafter",) if cached else ("target", "drafter")
-    model = abstract_model(config, numerics, parts)
-    state, example = _abstract_state(model, recipe), _abstract_example(config, batch, length, cached)
+    model = abstract_model(config, numerics, parts=("drafter",))
+    state, example = abstract_state(model, recipe), _abstract_example(config, batch, length)
     compiled = train_step.lower(state, model, example, recipe).compile()
     analysis: Any = compiled.memory_analysis()
     return StepMemory(_bytes(model), _bytes(state), _bytes(example), analysis.temp_size_in_bytes)
 
 
-def _abstract_state(model: Model, recipe: Recipe) -> TrainingState:
-    names = names_in(model, recipe.scope)
-
-    def state(model: Model) -> TrainingState:
-        parameters = masters(model, names)
-        return TrainingState(parameters, optimiser(recipe).init(parameters), jnp.zeros((), jnp.int32))
-
-    return jax.eval_shape(state, model)
-
-
-def _abstract_example(config: ModelConfig, batch: int, length: int, cached: bool) -> Example:
+def _abstract_example(config: ModelConfig, batch: int, length: int) -> Example:
     def shape(dtype: jax.typing.DTypeLike, *more: int) -> Any:
         return jax.ShapeDtypeStruct((batch, length, *more), dtype)
 
     features = Features(shape(jnp.bfloat16, config.taps_width), shape(jnp.bfloat16, config.hidden_size))
-    return Example(shape(jnp.int32), shape(bool), shape(jnp.int32), features if cached else None)
+    return Example(shape(jnp.int32), shape(bool), shape(jnp.int32), features)
 
 
 def _bytes(tree: object) -> int:

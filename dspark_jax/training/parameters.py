@@ -24,6 +24,7 @@ Parameters = dict[str, jax.Array]
 Scope = Literal["heads", "non_expert", "full"]
 """`heads`: Markov and confidence head; `non_expert`: the whole drafter but its routed experts; `full`: all of it."""
 
+_encode = jax.jit(encode, static_argnums=1)  # operation by operation a stack of experts would exist several times
 _HEADS = ("drafter.markov", "drafter.confidence")
 
 
@@ -75,12 +76,11 @@ def _decoded(value: jax.Array | BlockScaled) -> jax.Array:
 def _trained(value: jax.Array | BlockScaled, master: jax.Array) -> jax.Array | Master:
     if isinstance(value, BlockScaled):
         return Master(master, value.format)
-    rounded = round_to(jax.lax.stop_gradient(master), value.dtype).astype(jnp.float32)
-    return straight_through(master, rounded)
+    return straight_through(lambda master: round_to(master, value.dtype).astype(jnp.float32), master)
 
 
 def _stored(value: jax.Array | BlockScaled, master: jax.Array) -> jax.Array | BlockScaled:
-    return encode(master, value.format) if isinstance(value, BlockScaled) else round_to(master, value.dtype)
+    return _encode(master, value.format) if isinstance(value, BlockScaled) else round_to(master, value.dtype)
 
 
 def _replaced(model: Model, parameters: Parameters, value_of: Callable[[Any, jax.Array], Any]) -> Model:

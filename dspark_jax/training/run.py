@@ -5,7 +5,8 @@
     OUT/checkpoints/N     masters and moments after N steps, written by Orbax and renamed when whole
 
 A step depends on the state before it, the data of its number and the recipe alone, so a run that was killed and went on
-ends with the bits of one that was not, on the same machine and device count.
+ends, on a CPU, with the bits of one that was not. GPUs add some gradients in any order, unless XLA is told to be
+deterministic (`XLA_FLAGS=--xla_gpu_deterministic_ops=true`).
 """
 
 import dataclasses
@@ -69,25 +70,28 @@ def train(
         RequestError: a recipe that makes no sense, or packed rows without features.
     """
     save_every, partition = check_count(save_every, "save_every"), partition_of(model)
-    state = initial_state(model, recipe)
-    with _claimed(directory):
-        agree(directory, facts_of(recipe) | facts)
-        with _checkpoints(directory, writing=True) as checkpoints:
-            if checkpoints.latest is not None:
-                state = checkpoints.load(abstract_state=_abstract(state))
-            first = int(state.step)
-            with _log(directory, first) as log:
-                for step, example in zip(range(first, recipe.steps), examples.starting_at(first), strict=False):
-                    if example.features is None:
-                        refuse_packed(example)
-                    state, measured = train_step(state, model, place_rows(example, partition), recipe, partition)
-                    record = record_of(step, measured)
-                    if not np.isfinite([record["loss"], record["gradient_norm"]]).all():
-                        raise NotFiniteError(_not_finite(step, record, directory))
-                    log(record)
-                    report(record)
-                    if (step + 1) % save_every == 0 or step + 1 == recipe.steps:
-                        checkpoints.save(step + 1, state, overwrite=True)
+    contract = facts_of(recipe) | facts
+    check_contract(directory, contract)
+    with _claimed(directory), _checkpoints(directory, writing=True) as checkpoints:
+        replace(directory / CONTRACT, [(json.dumps(contract, indent=2) + "\n").encode()])
+        state = initial_state(model, recipe)
+        if checkpoints.latest is not None:
+            wanted = _abstract(state)
+            del state  # there may be no room for two
+            state = checkpoints.load(abstract_state=wanted)
+        first = int(state.step)
+        with _log(directory, first) as log:
+            for step, example in zip(range(first, recipe.steps), examples.starting_at(first), strict=False):
+                if example.features is None:
+                    refuse_packed(example)
+                state, measured = train_step(state, model, place_rows(example, partition), recipe, partition)
+                record = record_of(step, measured)
+                if not np.isfinite([record["loss"], record["gradient_norm"]]).all():
+                    raise NotFiniteError(_not_finite(step, record, directory))
+                log(record)
+                report(record)
+                if (step + 1) % save_every == 0 or step + 1 == recipe.steps:
+                    checkpoints.save(step + 1, state, overwrite=True)
     return state.parameters
 
 
@@ -106,7 +110,7 @@ def load_parameters(directory: Path) -> tuple[int, Parameters]:
         if checkpoints.latest is None:
             raise none
         stored = checkpoints.metadata().metadata
-        here = SingleDeviceSharding(jax.local_devices()[0])
+        here = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])  # of all memories the largest
         wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), stored)
         wanted["optimiser"] = jax.tree.map(lambda leaf: ocp.PLACEHOLDER, wanted["optimiser"])
         state = checkpoints.load(abstract_state=wanted)
@@ -129,8 +133,16 @@ def read_contract(directory: Path) -> dict[str, Any]:
 
 
 def read_log(directory: Path) -> list[Record]:
-    """The lines of a run's log, by step."""
-    return [json.loads(line) for line in (directory / METRICS).read_text(encoding="utf-8").splitlines()]
+    """The lines of a run's log, by step.
+
+    Raises:
+        RunError: there is none.
+    """
+    path = directory / METRICS
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read ({error.strerror}); name the folder of a run.") from error
 
 
 def facts_of(recipe: Recipe) -> dict[str, Any]:
@@ -138,15 +150,15 @@ def facts_of(recipe: Recipe) -> dict[str, Any]:
     return {"recipe": json.loads(json.dumps(dataclasses.asdict(recipe)))}
 
 
-def agree(directory: Path, facts: dict[str, Any]) -> None:
-    """Writes down what a run depends on, or compares it with what was written.
+def check_contract(directory: Path, facts: dict[str, Any]) -> None:
+    """Compares what a run depends on with what the run of a folder does, if that has a checkpoint to go on from.
 
     Raises:
-        RunError: naming the first fact that differs.
+        RunError: naming the first fact that differs; or there are several processes, which could not share the folder.
     """
-    path = directory / CONTRACT
-    if not path.exists():
-        replace(path, [(json.dumps(facts, indent=2) + "\n").encode()])
+    if jax.process_count() > 1:
+        raise RunError("training runs in one process, over all of its devices; start a single one.")
+    if not any((directory / CHECKPOINTS).glob("[0-9]*")):
         return
     known, wanted = dict(_flat(read_contract(directory))), dict(_flat(facts))
     for name in known | wanted:
@@ -159,9 +171,9 @@ def agree(directory: Path, facts: dict[str, Any]) -> None:
 
 def record_of(step: int, report: Report) -> Record:
     """A report as JSON values."""
+    report = jax.device_get(report)
     measured = {
-        field.name: np.asarray(getattr(report.metrics, field.name)).tolist()
-        for field in dataclasses.fields(report.metrics)
+        field.name: getattr(report.metrics, field.name).tolist() for field in dataclasses.fields(report.metrics)
     }
     rates = {name: float(getattr(report, name)) for name in ("gradient_norm", "learning_rate")}
     return {"step": step} | measured | rates
@@ -211,7 +223,7 @@ def _log(directory: Path, first: int) -> Iterator[Callable[[Record], None]]:
     """Appends lines; those of steps that are taken once more, and a torn last one, are cut off first."""
     path = directory / METRICS
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] < first]
+    kept = lines[:first]
     if len(kept) < len(lines):
         replace(path, kept)
     with path.open("a", encoding="utf-8", buffering=1) as file:

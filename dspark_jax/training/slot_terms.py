@@ -29,7 +29,7 @@ class SlotTerms:
         cross_entropy: float32, -log p_d(label).
         distance: float32, the sum over words of |p_d - p_t|; 0 to 2.
         draft_pick: int32, the likeliest word of p_d, ties to the lowest id.
-        draft_top: float32, its logarithmic probability.
+        draft_top: float32, its probability.
         target_pick: int32, the same of p_t.
         target_top: float32.
     """
@@ -76,11 +76,15 @@ def slot_terms(
         return terms_of_logits(logits, labels, words, size)
 
     rows = (normed, latent, jax.lax.stop_gradient(target).astype(normed.dtype), labels)
-    anchors = labels.shape[1]
-    chunk = max(divisor for divisor in range(1, min(anchors, BLOCK_CHUNK) + 1) if anchors % divisor == 0)
-    chunks = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0), rows)
-    terms = jax.lax.map(of_blocks, chunks)
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(labels.shape), terms)
+    batch, anchors, slots = labels.shape
+    chunk = min(anchors, BLOCK_CHUNK)
+
+    def in_chunks(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, [(0, 0), (0, -anchors % chunk)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(padded.reshape(batch, -1, chunk, *x.shape[2:]), 1, 0)
+
+    terms = jax.lax.map(of_blocks, jax.tree.map(in_chunks, rows))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1, slots)[:, :anchors], terms)
 
 
 def terms_of_logits(logits: Logits, labels: jax.Array, words: int, size: int) -> SlotTerms:
@@ -109,9 +113,9 @@ def terms_of_logits(logits: Logits, labels: jax.Array, words: int, size: int) ->
         cross_entropy=draft.log_sum - draft.label,
         distance=distance,
         draft_pick=draft.pick,
-        draft_top=-jnp.log(draft.total),
+        draft_top=1 / draft.total,
         target_pick=target.pick,
-        target_top=-jnp.log(target.total),
+        target_top=1 / target.total,
     )
 
 

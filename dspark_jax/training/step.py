@@ -9,7 +9,6 @@ The target, embedding and LM head are frozen: only the masters in `state` are di
 random depends on the recipe's seed and the step's number, so a state is all that a run needs to go on.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -46,7 +45,7 @@ class Recipe:
         learning_rate: the peak, reached after a linear warm-up and left along half a cosine.
         warm_up: part of the steps.
         clip: largest norm of the gradient of all weights.
-        weight_decay: decoupled, for each unit of the learning rate.
+        weight_decay: decoupled, of matrices, for each unit of the learning rate.
         objective: of the loss.
         seed: of the anchors.
     """
@@ -149,13 +148,17 @@ def initial_state(model: Model, recipe: Recipe) -> TrainingState:
         RequestError: no drafter, or a recipe that makes no sense.
     """
     check_recipe(recipe)
-    names, partition = names_in(model, recipe.scope), partition_of(model)
-    return _initial_state(model, tuple(names), recipe, partition)
+    return _initial_state(model, recipe, partition_of(model))
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3))
-def _initial_state(model: Model, names: Sequence[str], recipe: Recipe, partition: Partition | None) -> TrainingState:
-    parameters = masters(model, names)
+def abstract_state(model: Model, recipe: Recipe) -> TrainingState:
+    """The same of a model that may be abstract, with `jax.ShapeDtypeStruct` leaves."""
+    return jax.eval_shape(lambda model: _initial_state(model, recipe, None), model)
+
+
+@partial(jax.jit, static_argnames=("recipe", "partition"))
+def _initial_state(model: Model, recipe: Recipe, partition: Partition | None) -> TrainingState:
+    parameters = masters(model, names_in(model, recipe.scope))
     state = TrainingState(parameters, optimiser(recipe).init(parameters), jnp.zeros((), jnp.int32))
     return _constrained(state, recipe, partition)
 
@@ -176,8 +179,9 @@ def train_step(
 
 
 def optimiser(recipe: Recipe) -> optax.GradientTransformation:
-    """AdamW behind clipping by the global norm."""
-    adamw = optax.adamw(learning_rate(recipe), b1=0.9, b2=0.999, eps=1e-8, weight_decay=recipe.weight_decay)
+    """AdamW behind clipping by the global norm; only what has two axes or more decays."""
+    matrices = partial(jax.tree.map, lambda value: value.ndim > 1)
+    adamw = optax.adamw(learning_rate(recipe), 0.9, 0.999, eps=1e-8, weight_decay=recipe.weight_decay, mask=matrices)
     return optax.chain(optax.clip_by_global_norm(recipe.clip), adamw)
 
 

@@ -6,16 +6,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.block_scaled import BlockScaled, decoded_product
+from pallas_kernels.block_scaled import BlockScaled, Master, decoded_product
 from pallas_kernels.precision import round_to
 
 
 class Matrices(NamedTuple):
-    """Packed experts: `gate` and `up` [E, f, d], `down` [E, d, f] in logical shapes; without E for a single one."""
+    """Experts, packed or in training: `gate` and `up` [E, f, d], `down` [E, d, f]; without E for a single one."""
 
-    gate: BlockScaled
-    up: BlockScaled
-    down: BlockScaled
+    gate: BlockScaled | Master
+    up: BlockScaled | Master
+    down: BlockScaled | Master
 
 
 def mxfp4_experts(
@@ -48,22 +48,29 @@ def mxfp4_experts(
     awake = jnp.zeros(count, bool).at[jnp.where(live[:, None], picks, count)].set(True, mode="drop")
     visits = jnp.argsort(~awake, stable=True)[: min(count, picks.size)]  # awake experts first, in ascending order
 
-    def visit(number: jax.Array) -> jax.Array:
-        expert = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), experts)
-        chosen = (picks == number) & live[:, None]
-        weight = jnp.sum(jnp.where(chosen, weights, 0), axis=-1)
-        out = _one_expert(x, weight, expert, limit, hidden_input)
-        return jnp.where(jnp.any(chosen, axis=-1, keepdims=True), out, 0)
-
     @jax.checkpoint  # a gradient would otherwise keep every decoded expert, and with the condition inside, all stacks
-    def visit_if_awake(number: jax.Array) -> jax.Array:
-        return jax.lax.cond(awake[number], lambda: visit(number), lambda: jnp.zeros(x.shape, jnp.float32))
+    def contribution(number: jax.Array, expert: Matrices | None) -> jax.Array:
+        def visit() -> jax.Array:
+            chosen = (picks == number) & live[:, None]
+            weight = jnp.sum(jnp.where(chosen, weights, 0), axis=-1)
+            out = _one_expert(x, weight, expert or _at(experts, number), limit, hidden_input)
+            return jnp.where(jnp.any(chosen, axis=-1, keepdims=True), out, 0)
 
-    def add(total: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
-        return total + visit_if_awake(number), None
+        return jax.lax.cond(awake[number], visit, lambda: jnp.zeros(x.shape, jnp.float32))
 
-    total, _ = jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), visits)
+    def add(total: jax.Array, item: tuple[jax.Array, Matrices | None]) -> tuple[jax.Array, None]:
+        return total + contribution(*item), None
+
+    # The scan itself hands out masters, so that their gradients are stacked once: looked up by its number, every expert
+    # would add a stack of zeros but for its own.
+    trained = isinstance(experts.gate, Master)
+    items = (jnp.arange(count, dtype=jnp.int32), experts) if trained else (visits.astype(jnp.int32), None)
+    total, _ = jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), items)
     return total
+
+
+def _at(experts: Matrices, number: jax.Array) -> Matrices:
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), experts)
 
 
 def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
