@@ -143,6 +143,8 @@ def train(
             "--packed needs features from a cache (`dspark data cache`, or --passing), since a target cannot keep the "
             "documents of a row apart."
         )
+    if cached and passing is not None:
+        raise RequestError(f"--passing makes features of documents, and {documents} is a cache that has them already.")
     parts: tuple[Part, ...] = ("drafter",) if cached else PARTS
     with bytes_bar("loading weights") as progress:
         model = load(loading.checkpoint, loading.numerics, devices.mesh(), parts=parts, progress=progress)
@@ -152,7 +154,7 @@ def train(
             bar(record)
             events(record)
 
-        examples = _passing(model, data, loading, out, passing) if passing is not None and not cached else data
+        examples = _passing(model, data, loading, out, passing) if passing is not None else data
         facts = _facts(loading, devices, data)
         run_training(model, examples, recipe, out, facts, save_every=save_every, report=report)
     _print_run(out, recipe, json)
