@@ -83,11 +83,11 @@ class Master:
 
     Attributes:
         values: float32 [..., out, in], what the optimiser moves.
-        format: that it is read and stored in; static.
+        format: that it is read in; static, None to read the values as they are.
     """
 
     values: jax.Array
-    format: Format = field(metadata={"static": True})
+    format: Format | None = field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -97,6 +97,8 @@ class Master:
     def decode(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """What `encode` stores, as numbers [..., out, in]; its derivative is that of the values themselves."""
         format = self.format
+        if format is None:
+            return self.values.astype(dtype)
         return straight_through(lambda values: _decode(*_encode(values, format), format), self.values).astype(dtype)
 
 

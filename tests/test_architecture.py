@@ -29,7 +29,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("model",),
     ("checkpoint", "sharding", "placement", "chat"),
     ("decoding",),
-    ("data", "training", "evaluation", "crosscheck", "jobs", "bench"),
+    ("data", "crosscheck", "jobs", "bench"),
+    ("training", "evaluation"),
     ("__init__",),
     ("cli",),
 )

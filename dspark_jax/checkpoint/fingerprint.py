@@ -11,8 +11,8 @@ PROVENANCE = "training.json"  # beside the weights of a trained checkpoint
 
 
 def fingerprint(directory: Path) -> str:
-    """16 hexadecimal digits of a SHA-256 over `config.json`, name, size and 16 samples of 4 KiB of every shard, and what
-    `dspark export` says of the tensors that it wrote, a digest of their bytes included.
+    """16 hexadecimal digits of a SHA-256 over three things: `config.json`; name, size and 16 samples of 4 KiB of every
+    shard; and what `dspark export` says of the tensors that it wrote, a digest of their bytes included.
 
     It tells apart checkpoints that anybody would call different without reading them; a change of single weights by
     another program can escape it.

@@ -13,7 +13,7 @@ import jax
 import tyro
 from tyro.extras import SubcommandApp
 
-from dspark_jax.cli import bench, crosscheck, data, describe, evaluate, generate, inspect, train
+from dspark_jax.cli import bench, crosscheck, data, describe, evaluate, export, generate, inspect, train
 from dspark_jax.cli.terminal import one_line_warnings, print_error
 from dspark_jax.errors import DsparkError
 
@@ -97,5 +97,5 @@ def _app() -> SubcommandApp:
     datas.command(describe.describe)
     app.command(datas, name="data", help=DATA_DESCRIPTION)
     app.command(train.train)
-    app.command(train.export)
+    app.command(export.export)
     return app

@@ -40,7 +40,7 @@ from dspark_jax.jobs.text import Text
 from dspark_jax.model.model import Model, abstract_model
 from dspark_jax.model.numerics import numerics_of
 
-ON_POLICY = Answering(max_new_tokens=4096, temperature=1.0)
+ON_POLICY = Answering(max_new_tokens=4096, temperature=1.0, thinking="off")
 
 
 @dataclass(frozen=True)

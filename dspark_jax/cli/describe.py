@@ -57,7 +57,9 @@ def _describe_cache(folder: Path, checkpoint: Path | None) -> tuple[Description,
         found.check_run(facts_of_run(config, fingerprint(checkpoint), numerics=""))
     with spinner("reading ids and masks"):
         found.check_documents()
-        description = describe_documents(found, max(found.facts.get("max_length", 0), *found.lengths))
+        description = describe_documents(
+            found, max(found.facts.get("max_length", 0), int(found.lengths.max(initial=0)))
+        )
     more = {"bytes": found.bytes, "bytes_per_token": bytes_per_token(found.facts), "written_with": found.facts}
     return description, more
 

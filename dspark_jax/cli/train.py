@@ -1,7 +1,6 @@
-"""`dspark train` and `dspark export`: fine-tune a drafter, and write it back as a checkpoint."""
+"""`dspark train`: fine-tune a drafter."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,6 @@ from rich.filesize import decimal
 from rich.table import Table
 from tyro.conf import OmitArgPrefixes, arg
 
-from dspark_jax.assets import TINY_V4
 from dspark_jax.checkpoint.fingerprint import fingerprint
 from dspark_jax.checkpoint.load import load
 from dspark_jax.cli.data import AS_USUAL, Reading
@@ -21,16 +19,16 @@ from dspark_jax.config import ModelConfig
 from dspark_jax.data.batches import Batches
 from dspark_jax.data.cache_format import bytes_per_token, digest_of, facts_of_run
 from dspark_jax.data.cache_reader import FeatureCache
-from dspark_jax.data.document import Corpus
+from dspark_jax.data.documents import Documents
 from dspark_jax.data.passing import PassingCache
 from dspark_jax.errors import RequestError, check_count
 from dspark_jax.model.model import PARTS, Model, Part
 from dspark_jax.model.numerics import numerics_of
-from dspark_jax.training.export import export as export_drafter
+from dspark_jax.training.events import events
 from dspark_jax.training.losses import Objective
 from dspark_jax.training.memory import step_memory
 from dspark_jax.training.parameters import Scope
-from dspark_jax.training.run import Record, load_parameters, read_contract, read_log
+from dspark_jax.training.run import Record, check_contract, facts_of, read_log
 from dspark_jax.training.run import train as run_training
 from dspark_jax.training.step import Recipe, check_recipe
 
@@ -67,6 +65,8 @@ class Learning:
     """Take half the distance, as speculators does."""
     confidence_gradient: bool = Objective.confidence_gradient
     """Let the confidence loss move the whole drafter, as the paper does."""
+    unrounded: bool = False
+    """Compute with float32 masters, not with what will be stored of them; export then rounds what was trained."""
     seed: Annotated[int, arg(metavar="S")] = Recipe.seed
     """Of the order of the data and of the anchors."""
 
@@ -90,6 +90,7 @@ class Learning:
             clip=self.clip,
             weight_decay=self.weight_decay,
             objective=objective,
+            rounded=not self.unrounded,
             seed=self.seed,
         )
         check_recipe(recipe)
@@ -110,7 +111,7 @@ def train(
     save_every: Annotated[int, arg(metavar="N")] = 500,
     tensorboard: bool = False,
     dry_run: bool = False,
-    row_tokens: Annotated[int, arg(metavar="N")] = 2048,
+    row_tokens: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: the longest document)")] = None,
     learning: OmitArgPrefixes[Learning] = GENTLY,
     reading: OmitArgPrefixes[Reading] = AS_USUAL,
     devices: OmitArgPrefixes[Devices] = ONE_DEVICE,
@@ -129,15 +130,23 @@ def train(
         save_every: Steps between two checkpoints.
         tensorboard: Write event files for TensorBoard into OUT, too.
         dry_run: Print the memory of a step with cached features and stop. Needs config.json alone, no --documents.
-        row_tokens: Of a row, for --dry-run; otherwise a row is as long as the longest document.
+        row_tokens: Of a row; for --dry-run 2048 unless given.
         json: Print the result as JSON.
     """
+    check_count(batch_size, "batch_size")
+    if row_tokens is not None:
+        check_count(row_tokens, "row_tokens")
     if dry_run:
-        return _dry_run(loading, learning, batch_size, check_count(row_tokens, "row_tokens"), json)
+        if documents or packed or passing is not None or devices != ONE_DEVICE:
+            raise RequestError("--dry-run is about one device and cached features; leave the options about data away.")
+        return _dry_run(loading, learning, batch_size, row_tokens or 2048, json)
     if documents is None or out is None:
         raise RequestError("training needs --documents and --out; to look at the memory of a step, use --dry-run.")
-    data = _batches(documents, loading, reading, check_count(batch_size, "batch_size"), packed, learning.seed)
-    recipe, cached = learning.recipe(data.steps_per_epoch), documents.is_dir()
+    cached = documents.is_dir()
+    corpus = _corpus(documents, loading, reading)
+    length = row_tokens or int(corpus.lengths.max(initial=1))
+    data = Batches(corpus, length=length, batch_size=batch_size, packed=packed, seed=learning.seed)
+    recipe = learning.recipe(data.steps_per_epoch)
     if packed and not cached and passing is None:
         raise RequestError(
             "--packed needs features from a cache (`dspark data cache`, or --passing), since a target cannot keep the "
@@ -145,67 +154,37 @@ def train(
         )
     if cached and passing is not None:
         raise RequestError(f"--passing makes features of documents, and {documents} is a cache that has them already.")
-    parts: tuple[Part, ...] = ("drafter",) if cached else PARTS
-    with bytes_bar("loading weights") as progress:
-        model = load(loading.checkpoint, loading.numerics, devices.mesh(), parts=parts, progress=progress)
-    with training_bar(recipe.steps) as bar, _events(out if tensorboard else None) as events:
-
-        def report(record: Record) -> None:
-            bar(record)
-            events(record)
-
+    check_count(save_every, "save_every")
+    facts = _facts(loading, devices, data, passing)
+    check_contract(out, facts_of(recipe) | facts)
+    with events(out) if tensorboard else nullcontext(lambda record: None) as write:
+        parts: tuple[Part, ...] = ("drafter",) if cached else PARTS
+        with bytes_bar("loading weights") as progress:
+            model = load(loading.checkpoint, loading.numerics, devices.mesh(), parts=parts, progress=progress)
         examples = _passing(model, data, loading, out, passing) if passing is not None else data
-        facts = _facts(loading, devices, data)
-        run_training(model, examples, recipe, out, facts, save_every=save_every, report=report)
+        with training_bar(recipe.steps) as bar:
+
+            def report(record: Record) -> None:
+                bar(record)
+                write(record)
+
+            run_training(model, examples, recipe, out, facts, save_every=save_every, report=report)
+    if isinstance(examples, PassingCache):
+        examples.delete()
     _print_run(out, recipe, json)
     return 0
 
 
-def export(
-    *,
-    checkpoint: Annotated[Path, arg(metavar="DIR", help_behavior_hint="(default: the packaged tiny-v4)")] = TINY_V4,
-    run: Annotated[Path, arg(metavar="DIR")],
-    out: Annotated[Path, arg(metavar="DIR")],
-    json: bool = False,
-) -> int:
-    """Write a trained drafter back as a checkpoint that `dspark generate` loads.
-
-    What was not trained keeps its bytes; shards without trained tensors are links to the source's where possible.
-
-    Args:
-        checkpoint: The one that was trained.
-        run: Folder of the run.
-        out: Folder to be made.
-        json: Print the result as JSON.
-    """
-    contract = read_contract(run)
-    found = fingerprint(checkpoint)
-    if contract.get("checkpoint") != found:
-        raise RequestError(
-            f"{run}: was trained from the checkpoint with fingerprint {contract.get('checkpoint')}, and {checkpoint} "
-            f"has {found}; name the one that was trained."
-        )
-    step, parameters = load_parameters(run)
-    names = export_drafter(checkpoint, parameters, out, contract | {"steps_taken": step})
-    result = {"out": str(out), "steps_taken": step, "trained_tensors": len(names)}
-    if json:
-        print_json(result)
-    else:
-        RESULT.print(f"{out}: {len(names)} tensors after {step} steps; the others as they were.", soft_wrap=True)
-    return 0
-
-
-def _batches(documents: Path, loading: Loading, reading: Reading, batch_size: int, packed: bool, seed: int) -> Batches:
-    """Batches of a file, or of a cache that was made by this checkpoint."""
-    corpus: Corpus
-    if documents.is_dir():
-        config = ModelConfig.from_file(loading.checkpoint / "config.json")
-        corpus = FeatureCache(documents)
-        corpus.check_run(facts_of_run(config, fingerprint(loading.checkpoint), loading.numerics))
-    else:
-        corpus = reading.documents(documents, loading.checkpoint)
-    length = int(corpus.lengths.max()) if len(corpus) else 1
-    return Batches(corpus, length=length, batch_size=batch_size, packed=packed, seed=seed)
+def _corpus(documents: Path, loading: Loading, reading: Reading) -> Documents | FeatureCache:
+    """The documents of a file, or of a cache that was made by this checkpoint."""
+    if not documents.is_dir():
+        return reading.documents(documents, loading.checkpoint)
+    if reading != AS_USUAL:
+        raise RequestError(f"{documents}: is a cache, whose documents are cut already; leave out how to read.")
+    config = ModelConfig.from_file(loading.checkpoint / "config.json")
+    cache = FeatureCache(documents)
+    cache.check_run(facts_of_run(config, fingerprint(loading.checkpoint), loading.numerics))
+    return cache
 
 
 def _passing(model: Model, data: Batches, loading: Loading, out: Path, steps: int) -> PassingCache:
@@ -217,41 +196,25 @@ def _passing(model: Model, data: Batches, loading: Loading, out: Path, steps: in
     return PassingCache(model, data, out / "features", facts, steps=steps, batch_size=data.batch_size)
 
 
-def _facts(loading: Loading, devices: Devices, data: Batches) -> dict[str, Any]:
-    """What a run depends on besides its recipe."""
+def _facts(loading: Loading, devices: Devices, data: Batches, passing: int | None) -> dict[str, Any]:
+    """What a run depends on besides its recipe. A cache that passes by gives the features of one that stays."""
+    corpus, features = data.corpus, "of the step" if passing is None else loading.numerics
+    if isinstance(corpus, FeatureCache):
+        features = corpus.facts.get("numerics", "unknown")
+    known = corpus.facts.get("documents") if isinstance(corpus, FeatureCache) else None
     return {
         "checkpoint": fingerprint(loading.checkpoint),
         "numerics": loading.numerics,
+        "features": features,
         "devices": asdict(devices),
         "data": {
-            "digest": digest_of(data.corpus[number] for number in range(len(data.corpus))),
+            "digest": known or digest_of(corpus[number] for number in range(len(corpus))),
             "row_tokens": data.length,
             "batch_size": data.batch_size,
             "packed": data.packed,
             "seed": data.seed,
         },
     }
-
-
-@contextmanager
-def _events(folder: Path | None) -> Iterator[Callable[[Record], None]]:
-    """Writes records as events for TensorBoard, where wanted."""
-    if folder is None:
-        yield lambda record: None
-        return
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError as error:
-        raise RequestError("--tensorboard needs tensorboardX: pip install 'dspark-jax[tensorboard]'.") from error
-    with SummaryWriter(str(folder)) as writer:
-
-        def write(record: Record) -> None:
-            for name, value in record.items():
-                for position, one in enumerate(value) if isinstance(value, list) else [(None, value)]:
-                    tag = name if position is None else f"{name}/{position + 1}"
-                    writer.add_scalar(tag, one, record["step"])
-
-        yield write
 
 
 def _dry_run(loading: Loading, learning: Learning, batch_size: int, row_tokens: int, json: bool) -> int:

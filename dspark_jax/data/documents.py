@@ -117,7 +117,11 @@ class DocumentReader:
         Raises:
             RequestError: it is of none of the kinds or of several, or holds what cannot be.
         """
-        kinds = [COMPLETION] if "tokens" in row else [kind for kind in KINDS if all(field in row for field in kind)]
+        kinds = (
+            [COMPLETION]
+            if isinstance(row.get("tokens"), list)
+            else [kind for kind in KINDS if all(field in row for field in kind)]
+        )
         match kinds:
             case [("text",)]:
                 return [_all_supervised(self.text.encode(_text(row, "text")))]

@@ -59,9 +59,12 @@ def masters(model: Model, names: Iterable[str]) -> Parameters:
     return {name: _decoded(variable.get_value()) for name, variable in weights_of(model) if name in wanted}
 
 
-def merge(model: Model, parameters: Parameters) -> Model:
-    """The model that computes with masters: differentiable with respect to them, and otherwise frozen."""
-    return _replaced(model, parameters, _trained)
+def merge(model: Model, parameters: Parameters, rounded: bool = True) -> Model:
+    """The model that computes with masters: differentiable with respect to them, and otherwise frozen.
+
+    Without `rounded` it computes with the masters as they are, and not with what will be stored of them.
+    """
+    return _replaced(model, parameters, _rounded if rounded else _unrounded)
 
 
 def release(model: Model, parameters: Parameters) -> Model:
@@ -73,7 +76,11 @@ def _decoded(value: jax.Array | BlockScaled) -> jax.Array:
     return value.decode() if isinstance(value, BlockScaled) else value.astype(jnp.float32)
 
 
-def _trained(value: jax.Array | BlockScaled, master: jax.Array) -> jax.Array | Master:
+def _unrounded(value: jax.Array | BlockScaled, master: jax.Array) -> jax.Array | Master:
+    return Master(master, None) if isinstance(value, BlockScaled) else master
+
+
+def _rounded(value: jax.Array | BlockScaled, master: jax.Array) -> jax.Array | Master:
     if isinstance(value, BlockScaled):
         return Master(master, value.format)
     return straight_through(lambda master: round_to(master, value.dtype).astype(jnp.float32), master)

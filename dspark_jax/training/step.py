@@ -47,6 +47,7 @@ class Recipe:
         clip: largest norm of the gradient of all weights.
         weight_decay: decoupled, of matrices, for each unit of the learning rate.
         objective: of the loss.
+        rounded: compute with what will be stored of the masters, so that what is exported is what was trained.
         seed: of the anchors.
     """
 
@@ -58,6 +59,7 @@ class Recipe:
     clip: float = 1.0
     weight_decay: float = 0.0
     objective: Objective = field(default_factory=Objective)
+    rounded: bool = True
     seed: int = 0
 
 
@@ -116,7 +118,9 @@ def loss_fn(
         features = target_features(model, example, partition)
     example = Example(example.ids, example.supervised, example.document, jax.lax.stop_gradient(features))
     blocks = draw_blocks(key, example, recipe.anchors, model.config.block_size)
-    terms, confidence = score_blocks(merge(model, parameters), example, blocks, recipe.objective, partition)
+    terms, confidence = score_blocks(
+        merge(model, parameters, recipe.rounded), example, blocks, recipe.objective, partition
+    )
     total = losses(terms, confidence, blocks.supervised, recipe.objective).total(recipe.objective)
     logged = metrics(terms, confidence, blocks.labels, blocks.supervised, blocks.kept, recipe.objective)
     return total, logged

@@ -83,8 +83,8 @@ def _ngram(options: argparse.Namespace) -> None:
 
 def _target(options: argparse.Namespace) -> None:
     from dspark_jax.model.numerics import numerics_of
-    from dspark_jax.training.initialise import initial_model
-    from dspark_jax.training.pretrain import Plan
+    from dspark_jax.training.tiny_v4.initialise import initial_model
+    from dspark_jax.training.tiny_v4.pretrain import Plan
     from dspark_jax.training.tiny_v4.train_target import CHECKPOINT, METRICS, Budget, append_to, train_target
     from dspark_jax.training.tiny_v4.train_target import write_checkpoint as write
 

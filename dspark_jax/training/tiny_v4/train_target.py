@@ -17,10 +17,12 @@ import numpy as np
 
 from dspark_jax.checkpoint.save import save
 from dspark_jax.checkpoint.tokenizer import TOKENIZER_FILE
+from dspark_jax.checkpoint.write import new_folder
 from dspark_jax.jobs.json_lines import to_line
 from dspark_jax.model.model import Model
 from dspark_jax.training.parameters import Parameters, masters, release, weights_of
-from dspark_jax.training.pretrain import (
+from dspark_jax.training.step import TrainingState
+from dspark_jax.training.tiny_v4.pretrain import (
     Plan,
     Report,
     initial_state,
@@ -28,7 +30,6 @@ from dspark_jax.training.pretrain import (
     target_loss,
     train_steps,
 )
-from dspark_jax.training.step import TrainingState
 
 DISPATCH = 20  # steps of one program
 TIMED = 3  # dispatches behind the first, which compiles, whose time decides how many steps there will be
@@ -46,7 +47,7 @@ class Budget:
     """When a run ends: after a number of steps, or, where that is None, when the time is used up.
 
     Attributes:
-        steps: in all.
+        steps: in all, rounded up to whole dispatches.
         seconds: from the start of the run, compiling included.
     """
 
@@ -144,10 +145,9 @@ def write_checkpoint(model: Model, tokenizer: str, directory: Path) -> None:
     Raises:
         CheckpointError: `directory` exists and is not empty.
     """
-    partial = directory.with_name(f".{directory.name}.partial")
-    save(model, partial)
-    (partial / TOKENIZER_FILE).write_text(tokenizer, encoding="utf-8")
-    partial.rename(directory)
+    with new_folder(directory) as work:
+        save(model, work)
+        (work / TOKENIZER_FILE).write_text(tokenizer, encoding="utf-8")
 
 
 def append_to(path: Path) -> Log:

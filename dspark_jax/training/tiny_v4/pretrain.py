@@ -137,7 +137,7 @@ def initial_state(parameters: Parameters, plan: Plan) -> TrainingState:
 def optimiser(plan: Plan) -> optax.GradientTransformation:
     """AdamW without its learning rate: clipping, moments, and decay of what has two axes or more.
 
-    A step whose gradient is not finite changes nothing.
+    A gradient that is not finite moves nothing; a hundred of them in a row do.
     """
     matrices = partial(jax.tree.map, lambda value: value.ndim > 1)
     adam = optax.chain(
