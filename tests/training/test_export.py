@@ -86,7 +86,10 @@ class TestBytes:
         (source / "training.json").write_text('{"steps_taken": 1}')
         names = export(source, parameters, tmp_path / "out", {"steps_taken": 7})
         old, new = contents(source), contents(tmp_path / "out")
-        assert json.loads(new.pop("training.json")) == {"steps_taken": 7}
+        provenance = json.loads(new.pop("training.json"))
+        assert provenance.pop("trained_sha256") and provenance == {"steps_taken": 7, "source": {"steps_taken": 1}}
+        assert "README.md" in old and "README.md" not in new, "it describes other weights"
+        del old["README.md"]
         assert json.loads(old.pop("training.json")) == {"steps_taken": 1}
         trained = shards_of(source, names)
         assert 0 < len(trained) < len(SHARDS)

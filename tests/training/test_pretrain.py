@@ -18,9 +18,8 @@ from dspark_jax.model.model import Model
 from dspark_jax.model.moe import Routing
 from dspark_jax.model.numerics import PRESETS
 from dspark_jax.model.target import LayerSeen
-from dspark_jax.training import pretrain
 from dspark_jax.training.parameters import Parameters, masters, release, weights_of
-from dspark_jax.training.tiny_v4 import train_target
+from dspark_jax.training.tiny_v4 import pretrain, train_target
 from dspark_jax.training.tiny_v4.initialise import hash_table, initial_model, site_base
 from dspark_jax.training.tiny_v4.pretrain import Losses, Plan
 from dspark_jax.training.tiny_v4.train_target import Budget, steps_that_fit, write_checkpoint

@@ -15,6 +15,8 @@ from training_case import BLOCK, VOCABULARY, tiny
 import dspark_jax
 from dspark_jax.checkpoint.folder import CheckpointFolder
 from dspark_jax.cli import train as command
+from dspark_jax.data.document import Document
+from dspark_jax.data.documents import Documents
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -164,9 +166,17 @@ def test_what_cannot_be_trained_is_refused_before_the_weights_are_loaded(
 def test_a_cache_has_no_use_for_passing(
     checkpoint: Path, documents: Path, dspark: Dspark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "_batches", lambda *_: type("Batches", (), {"steps_per_epoch": 1}))
+    cached = Documents([Document(np.arange(9, dtype=np.int32), np.ones(9, bool))] * 9, rows=9, truncated=0, dropped=0)
+    monkeypatch.setattr(command, "_corpus", lambda *_: cached)
     ran = dspark("train", "--checkpoint", str(checkpoint), "--documents", str(tmp_path), "--out", "x", "--passing", "2")
     assert ran.code == 2 and f"{tmp_path} is a cache that has them already." in ran.err
+
+
+def test_options_that_would_do_nothing_are_refused(dspark: Dspark, tmp_path: Path) -> None:
+    ran = dspark("train", "--dry-run", "--packed")
+    assert ran.code == 2 and "--dry-run is about one device and cached features" in ran.err
+    ran = dspark("train", "--documents", str(tmp_path), "--out", "x", "--max-length", "9")
+    assert ran.code == 2 and "is a cache, whose documents are cut already" in ran.err
 
 
 def test_export_needs_a_run(checkpoint: Path, dspark: Dspark, tmp_path: Path) -> None:
