@@ -1,5 +1,6 @@
 """`dspark train` and `dspark export`: fine-tune a drafter, and write it back as a checkpoint."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -33,6 +34,8 @@ from dspark_jax.training.parameters import Scope
 from dspark_jax.training.run import Record, load_parameters, read_contract, read_log
 from dspark_jax.training.run import train as run_training
 from dspark_jax.training.step import Recipe, check_recipe
+
+FEATURES = "features"  # in the folder of a run, while they pass by
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,7 @@ def train(
         examples = _passing(model, data, loading, out, passing) if passing is not None else data
         facts = _facts(loading, devices, data)
         run_training(model, examples, recipe, out, facts, save_every=save_every, report=report)
+    shutil.rmtree(out / FEATURES, ignore_errors=True)  # the last part that passed by, if any
     _print_run(out, recipe, json)
     return 0
 
@@ -214,7 +218,7 @@ def _passing(model: Model, data: Batches, loading: Loading, out: Path, steps: in
     token = bytes_per_token(facts)
     room = token * data.length * data.batch_size * check_count(steps, "passing")
     STATUS.print(f"{token:,} bytes a token: up to {decimal(room)} of features in {out} at a time.", soft_wrap=True)
-    return PassingCache(model, data, out / "features", facts, steps=steps, batch_size=data.batch_size)
+    return PassingCache(model, data, out / FEATURES, facts, steps=steps, batch_size=data.batch_size)
 
 
 def _facts(loading: Loading, devices: Devices, data: Batches) -> dict[str, Any]:
