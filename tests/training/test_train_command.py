@@ -169,6 +169,22 @@ def test_a_cache_has_no_use_for_passing(
     assert ran.code == 2 and f"{tmp_path} is a cache that has them already." in ran.err
 
 
+def test_features_that_passed_by_are_gone_when_the_run_is_done(
+    checkpoint: Path, documents: Path, dspark: Dspark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_step(model: Any, examples: Any, recipe: Any, out: Path, facts: Any, **_: Any) -> None:
+        assert next(examples.starting_at(0)).features is not None
+        assert list(out.glob("features/part-000000/samples.idx"))
+        (out / "metrics.jsonl").write_text('{"loss": 1.0, "expected_length": 1.5, "greedy_length": 1.25}\n')
+
+    monkeypatch.setattr(command, "run_training", one_step)
+    out = ("--out", str(tmp_path / "run"), "--batch-size", "2", "--passing", "2")
+    ran = dspark("train", "--checkpoint", str(checkpoint), "--documents", str(documents), *out)
+    assert ran.code == 0 and "up to 25.2 kB of features in" in ran.err
+    assert "1.50 sampled, 1.25 greedy" in ran.out
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+
+
 def test_export_needs_a_run(checkpoint: Path, dspark: Dspark, tmp_path: Path) -> None:
     ran = dspark("export", "--checkpoint", str(checkpoint), "--run", str(tmp_path), "--out", str(tmp_path / "out"))
     assert (
