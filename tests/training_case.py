@@ -10,7 +10,7 @@ import numpy as np
 from dspark_jax.config import ModelConfig
 from dspark_jax.data.example import Example, Features
 
-VOCABULARY, BLOCK = 101, 3  # a prime, so that a shape says what it is of
+VOCABULARY, BLOCK = 106, 3  # twice a prime, so that a shape says what it is of, and two devices share it
 
 
 def tiny(**changes: Any) -> ModelConfig:

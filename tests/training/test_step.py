@@ -208,13 +208,12 @@ def test_ten_steps_on_eight_devices_have_the_losses_of_one(case: Case) -> None:
     np.testing.assert_allclose([float(metrics.loss) for metrics in measured], case.losses, rtol=1e-5)
     assert max(case.losses) > 1.01 * min(case.losses), "the steps change the loss"
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(model))
-    weights = dict(weights_of(model))
-    name = "drafter.stages.0.ffn.experts.w1"
-    part = jax.tree.leaves(weights[name].get_value())[0].sharding.shard_shape((4, 32, 64))
-    assert part[0] < 4, "experts are divided"
     (adam,) = (some for some in jax.tree.leaves(state.optimiser, is_leaf=is_adam) if is_adam(some))
-    for tree in (state.parameters, adam.mu, adam.nu):
-        assert tree[name].sharding.shard_shape((4, 32, 64)) == part
+    for name, weight in weights_of(model):
+        for values in (tree[name] for tree in (state.parameters, adam.mu, adam.nu) if name in tree):
+            lies = jax.tree.leaves(weight.get_value())[0].sharding  # of packed weights, the payload
+            assert values.sharding.is_equivalent_to(lies, values.ndim), name
+    assert state.parameters["drafter.stages.0.ffn.experts.w1"].sharding.shard_shape((4, 32, 64))[0] < 4
 
 
 def is_adam(node: Any) -> bool:
@@ -223,7 +222,7 @@ def is_adam(node: Any) -> bool:
 
 # Memory --------------------------------------------------------------------------------------------------------------
 
-ANCHORS = 15  # x 3 slots x 101 words: no other tensor's size is a multiple of that
+ANCHORS = 15  # x 3 slots x 106 words: no other tensor's size is a multiple of that
 WHOLE = ANCHORS * BLOCK * VOCABULARY
 
 
