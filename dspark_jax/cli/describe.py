@@ -8,6 +8,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
+from dspark_jax.assets import TINY_V4
 from dspark_jax.checkpoint.fingerprint import fingerprint
 from dspark_jax.cli.data import AS_USUAL, Reading, grid
 from dspark_jax.cli.terminal import RESULT, print_json, spinner
@@ -16,13 +17,14 @@ from dspark_jax.data.cache_format import bytes_per_token, facts_of_run
 from dspark_jax.data.cache_reader import FeatureCache
 from dspark_jax.data.describe import Description
 from dspark_jax.data.describe import describe as describe_documents
-from dspark_jax.errors import RequestError
 
 
 def describe(
     source: Annotated[Positional[Path], arg(metavar="FILE_OR_CACHE")],
     *,
-    checkpoint: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(a file needs it)")] = None,
+    checkpoint: Annotated[
+        Path | None, arg(metavar="DIR", help_behavior_hint="(of a file: the packaged tiny-v4)")
+    ] = None,
     reading: OmitArgPrefixes[Reading] = AS_USUAL,
     json: bool = False,
 ) -> int:
@@ -36,11 +38,7 @@ def describe(
     if source.is_dir():
         description, more = _describe_cache(source, checkpoint)
     else:
-        if checkpoint is None:
-            raise RequestError(
-                f"{source}: is no folder of a cache; name the checkpoint that reads it: --checkpoint DIR."
-            )
-        documents = reading.documents(source, checkpoint)
+        documents = reading.documents(source, checkpoint or TINY_V4)
         description = describe_documents(documents, reading.max_length)
         more = {"rows": documents.rows, "truncated": documents.truncated, "dropped": documents.dropped}
     if json:
