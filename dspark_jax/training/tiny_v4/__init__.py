@@ -8,4 +8,5 @@ python -m dspark_jax.training.tiny_v4 ngram --corpus corpus.npz          # the b
 python -m dspark_jax.training.tiny_v4 target --corpus corpus.npz --out tiny-v4 --minutes 8   # on a GPU
 python -m dspark_jax.training.tiny_v4 evaluate --corpus corpus.npz --checkpoint tiny-v4
 python -m dspark_jax.training.tiny_v4 prompts --corpus corpus.npz --out prompts.jsonl        # held-out beginnings
+python -m dspark_jax.training.tiny_v4 domain --out domain                                    # C, to fine-tune on
 """
