@@ -30,6 +30,8 @@ Examples:
   dspark crosscheck compare --checkpoint tests/golden/tiny-a --record tests/golden/tiny-a/expected.safetensors
   dspark bench load --synthetic-gb 4
   dspark data regenerate --checkpoint DeepSeek-V4-Flash-0731 --prompts prompts.jsonl --out data.jsonl
+  dspark train --checkpoint DeepSeek-V4-Flash-0731 --documents data.jsonl --out run
+  dspark export --checkpoint DeepSeek-V4-Flash-0731 --run run --out tuned
   dspark generate --help"""
 
 CROSSCHECK_DESCRIPTION = "Check this package's numbers against PyTorch's: `crosscheck compare`."

@@ -98,13 +98,14 @@ class Learning:
 
 
 GENTLY = Learning()
+UNLESS_DRY = "(required unless --dry-run)"
 
 
 def train(
     *,
     loading: OmitArgPrefixes[Loading] = PACKAGED,
-    documents: Annotated[Path | None, arg(metavar="FILE_OR_CACHE")] = None,
-    out: Annotated[Path | None, arg(metavar="DIR")] = None,
+    documents: Annotated[Path | None, arg(metavar="FILE_OR_CACHE", help_behavior_hint=UNLESS_DRY)] = None,
+    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint=UNLESS_DRY)] = None,
     batch_size: Annotated[int, arg(metavar="B")] = 8,
     packed: bool = False,
     passing: Annotated[int | None, arg(metavar="STEPS", help_behavior_hint="(default: features on the fly)")] = None,

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dspark_jax.training.tiny_v4 import corpus, ngram, tokens
+from dspark_jax.training.tiny_v4 import corpus, domain, ngram, tokens
 from dspark_jax.training.tiny_v4.recipe import CONFIG, ROW_TOKENS, VOCAB_SIZE
 
 
@@ -62,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     one = command("prompts", _prompts, "writes held-out beginnings of functions and classes, one a line")
     one.add_argument("--out", type=Path, required=True)
     one.add_argument("--prompt-tokens", type=int, default=64)
+    one = command("domain", _domain, "collects C headers as a new domain to fine-tune the drafter on", False)
+    one.add_argument("--out", type=Path, required=True, help="folder for text.jsonl, prompts.jsonl and held-out.jsonl")
+    one.add_argument("--include", type=Path, help="folder of headers instead of the interpreter's own")
     return parser
 
 
@@ -151,6 +154,10 @@ def _prompts(options: argparse.Namespace) -> None:
     lines = (json.dumps({"id": f"test-{number}", "prompt_ids": ids}) for number, ids in enumerate(cut))
     options.out.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     _print({"prompts": len(cut)})
+
+
+def _domain(options: argparse.Namespace) -> None:
+    _print(domain.write(domain.collect(options.include), options.out))
 
 
 def _print(value: object) -> None:

@@ -8,7 +8,7 @@ import hashlib
 import platform
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -77,12 +77,17 @@ def collect(library: Path | None = None) -> Corpus:
     """
     library = library or Path(sysconfig.get_path("stdlib"))
     paths = sorted(path.relative_to(library).as_posix() for path in library.rglob("*.py"))
+    return read_files(library, (path for path in paths if not _LEFT_OUT.match(path)), split_of)
+
+
+def read_files(folder: Path, paths: Iterable[str], side_of: Callable[[str], Split]) -> Corpus:
+    """The files at paths below a folder, but for those that are no UTF-8, empty, or a second copy of one."""
     texts: dict[str, str] = {}  # text -> the first path that has it
     for path in paths:
-        text = None if _LEFT_OUT.match(path) else _read(library / path)
+        text = _read(folder / path)
         if text and text.strip():
             texts.setdefault(text, path)
-    return Corpus(tuple(SourceFile(path, text, split_of(path)) for text, path in texts.items()))
+    return Corpus(tuple(SourceFile(path, text, side_of(path)) for text, path in texts.items()))
 
 
 def split_of(path: str) -> Split:
