@@ -27,6 +27,7 @@ from dspark_jax.cli.terminal import (
 )
 from dspark_jax.config import ModelConfig
 from dspark_jax.data.cache_format import bytes_per_token, facts_of_data, facts_of_run
+from dspark_jax.data.cache_reader import FeatureCache
 from dspark_jax.data.cache_writer import CacheWriter
 from dspark_jax.data.capture import capture
 from dspark_jax.data.documents import MAX_LENGTH, MIN_SUPERVISED, DocumentReader, Documents
@@ -40,7 +41,7 @@ from dspark_jax.jobs.text import Text
 from dspark_jax.model.model import Model, abstract_model
 from dspark_jax.model.numerics import numerics_of
 
-ON_POLICY = Answering(max_new_tokens=4096, temperature=1.0, thinking="off")
+ON_POLICY = Answering(max_new_tokens=1024, temperature=1.0, thinking="off")
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,9 @@ def cache(
     with CacheWriter(out, facts) as writer:
         done = int(found.lengths[: writer.samples].sum())
         _announce(out, tokens, size, size - done * bytes_per_token(facts), bytes_per_token(facts))
-        if not writer.finished:
+        if writer.finished:
+            FeatureCache(out)  # which checks its files
+        else:
             _fill(writer, found, loading, devices, batch_size)
     summary = {
         "out": str(out),

@@ -15,7 +15,7 @@ from dspark_jax.checkpoint.load import load
 from dspark_jax.cli.data import AS_USUAL, Reading
 from dspark_jax.cli.options import ONE_DEVICE, PACKAGED, Devices, Loading
 from dspark_jax.cli.terminal import RESULT, STATUS, bytes_bar, print_json, spinner, training_bar
-from dspark_jax.config import ModelConfig
+from dspark_jax.config import LARGEST_INTEGER, ModelConfig
 from dspark_jax.data.batches import Batches
 from dspark_jax.data.cache_format import bytes_per_token, digest_of, facts_of_run
 from dspark_jax.data.cache_reader import FeatureCache
@@ -76,7 +76,7 @@ class Learning:
         Raises:
             RequestError: a number that makes no sense.
         """
-        if not 0 < self.epochs < float("inf"):
+        if not 0 < self.epochs <= LARGEST_INTEGER:
             raise RequestError(f"epochs is {self.epochs!r}; expected a positive number.")
         objective = Objective(
             self.cross_entropy, self.l1, self.confidence, self.decay, self.half_distance, self.confidence_gradient

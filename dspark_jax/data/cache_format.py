@@ -61,7 +61,7 @@ NAMES = (
 )
 """Facts that only say where things came from: who goes on with a cache may call them otherwise."""
 
-WRITE_AGAIN = "write the cache again with `dspark data cache`"
+WRITE_AGAIN = "delete its folder and write the cache again with `dspark data cache`"
 
 Facts = dict[str, Any]
 
@@ -175,6 +175,9 @@ def facts_of_manifest(manifest: Facts, where: str) -> Facts:
     layers, width = manifest.get("target_layer_ids"), manifest.get("hidden_size")
     if not isinstance(width, int) or width < 1:
         raise CacheError(f"{where}: hidden_size is {width!r}; expected an integer of at least 1, {WRITE_AGAIN}.")
+    for name in ("vocab_size", "max_length"):
+        if not isinstance(manifest.get(name, 1), int):
+            raise CacheError(f"{where}: {name} is {manifest[name]!r}; expected an integer, {WRITE_AGAIN}.")
     if not _ascending(layers):
         raise CacheError(f"{where}: target_layer_ids is {layers!r}; expected ascending integers, {WRITE_AGAIN}.")
     return {name: value for name, value in manifest.items() if name not in FORMAT and name not in COUNTS}

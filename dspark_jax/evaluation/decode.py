@@ -139,5 +139,8 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _rounds(record: dict[str, Any]) -> list[Round]:
-    columns = [record["rounds"][name] for name in Round._fields]
+    rounds = record.get("rounds")
+    if not isinstance(rounds, dict) or not rounds.keys() >= set(Round._fields):
+        raise RequestError(f"completion {record.get('id')!r} has no rounds; delete rounds.jsonl and start again.")
+    columns = [rounds[name] for name in Round._fields]
     return [Round(*values) for values in zip(*columns, strict=True)]

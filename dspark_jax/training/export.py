@@ -6,7 +6,6 @@ checkpoint takes the room of the drafter.
 """
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -44,6 +43,8 @@ def export(source: Path, parameters: Parameters, out: Path, provenance: dict[str
     Raises:
         CheckpointError: the source is damaged or is not the one that was trained, or `out` is occupied.
     """
+    if out.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(f"{out}: lies in the folder of the source; name another place.")
     folder = CheckpointFolder.open(source)
     config = ModelConfig.from_file(source / "config.json")
     _check_names(config, parameters, source)
@@ -57,7 +58,7 @@ def export(source: Path, parameters: Parameters, out: Path, provenance: dict[str
             _overwrite(folder, name, values, work)
             names.append(name)
         earlier = source / PROVENANCE
-        history = {"source": json.loads(earlier.read_text(encoding="utf-8"))} if earlier.exists() else {}
+        history = {"source": earlier.read_text(encoding="utf-8", errors="replace")} if earlier.exists() else {}
         write_json(work / PROVENANCE, provenance | {"trained_sha256": digest.hexdigest()} | history)
     return names
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
@@ -25,14 +26,14 @@ from orbax.checkpoint import v1 as ocp
 from dspark_jax.data.assemble import refuse_packed
 from dspark_jax.data.example import Examples
 from dspark_jax.data.files import replace
-from dspark_jax.errors import NotFiniteError, RunError, check_count
-from dspark_jax.jobs.json_lines import to_line
+from dspark_jax.errors import NotFiniteError, RequestError, RunError, check_count
+from dspark_jax.jobs.json_lines import parse_object, read_lines, to_line
 from dspark_jax.model.model import Model
 from dspark_jax.placement import partition_of, place_rows
 from dspark_jax.training.parameters import Parameters
 from dspark_jax.training.step import Recipe, Report, TrainingState, initial_state, train_step
 
-CONTRACT, METRICS, CHECKPOINTS = "run.json", "metrics.jsonl", "checkpoints"
+CONTRACT, METRICS, CHECKPOINTS, LOCK = "run.json", "metrics.jsonl", "checkpoints", ".lock"
 KEPT = 2  # checkpoints: the last one, and the one before it should the disk lose that
 
 Record = dict[str, Any]
@@ -78,7 +79,8 @@ def train(
         if checkpoints.latest is not None:
             wanted = _abstract(state)
             del state  # there may be no room for two
-            state = checkpoints.load(abstract_state=wanted)
+            with _damage_explained(directory):
+                state = checkpoints.load(abstract_state=wanted)
         first = int(state.step)
         with _log(directory, first) as log:
             for step, example in zip(range(first, recipe.steps), examples.starting_at(first), strict=False):
@@ -91,6 +93,8 @@ def train(
                 log(record)
                 report(record)
                 if (step + 1) % save_every == 0 or step + 1 == recipe.steps:
+                    if not _finite(state.parameters):
+                        raise NotFiniteError(_not_finite(step, record, directory))
                     checkpoints.save(step + 1, state, overwrite=True)
     return state.parameters
 
@@ -109,11 +113,12 @@ def load_parameters(directory: Path) -> tuple[int, Parameters]:
     with _checkpoints(directory, writing=False) as checkpoints:
         if checkpoints.latest is None:
             raise none
-        stored = checkpoints.metadata().metadata
-        here = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])  # of all memories the largest
-        wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), stored)
-        wanted["optimiser"] = jax.tree.map(lambda leaf: ocp.PLACEHOLDER, wanted["optimiser"])
-        state = checkpoints.load(abstract_state=wanted)
+        with _damage_explained(directory):
+            stored = checkpoints.metadata().metadata
+            here = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])  # of all memories the largest
+            wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), stored)
+            wanted["optimiser"] = jax.tree.map(lambda leaf: ocp.PLACEHOLDER, wanted["optimiser"])
+            state = checkpoints.load(abstract_state=wanted)
     return int(state["step"]), state["parameters"]
 
 
@@ -125,11 +130,11 @@ def read_contract(directory: Path) -> dict[str, Any]:
     """
     path = directory / CONTRACT
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_object(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({error.strerror}); name the folder of a run.") from error
-    except ValueError as error:
-        raise RunError(f"{path}: is no JSON ({error}); restore it, or start a run in another folder.") from error
+    except RequestError as error:
+        raise RunError(f"{error} Restore it, or start a run in another folder.") from error
 
 
 def read_log(directory: Path) -> list[Record]:
@@ -140,9 +145,9 @@ def read_log(directory: Path) -> list[Record]:
     """
     path = directory / METRICS
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        raise RunError(f"{path}: cannot be read ({error.strerror}); name the folder of a run.") from error
+        return [parse_object(line, f"{path} line {number}") for number, line in read_lines(path)]
+    except RequestError as error:
+        raise RunError(f"{error} It is written anew when a run starts.") from error
 
 
 def facts_of(recipe: Recipe) -> dict[str, Any]:
@@ -154,10 +159,15 @@ def check_contract(directory: Path, facts: dict[str, Any]) -> None:
     """Compares what a run depends on with what the run of a folder does, if that has a checkpoint to go on from.
 
     Raises:
-        RunError: naming the first fact that differs; or there are several processes, which could not share the folder.
+        RunError: naming the first fact that differs; or the folder is another kind of folder, or there are several
+            processes, which could not share it.
     """
     if jax.process_count() > 1:
         raise RunError("training runs in one process, over all of its devices; start a single one.")
+    if directory.is_dir() and not (directory / CONTRACT).exists():
+        foreign = sorted(path.name for path in directory.iterdir() if path.name != LOCK)
+        if foreign:
+            raise RunError(f"{directory}: holds {foreign[0]} and no run; name a folder that does not exist yet.")
     if not any((directory / CHECKPOINTS).glob("[0-9]*")):
         return
     known, wanted = dict(_flat(read_contract(directory))), dict(_flat(facts))
@@ -192,7 +202,7 @@ def _claimed(directory: Path) -> Iterator[None]:
     """The folder, made if it is not there and locked against a second process."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = (directory / ".lock").open("w")
+        lock = (directory / LOCK).open("w")
     except OSError as error:
         raise RunError(f"{directory}: cannot be made or written ({error.strerror}); name another folder.") from error
     with lock:
@@ -214,6 +224,19 @@ def _checkpoints(directory: Path, *, writing: bool) -> ocp.training.Checkpointer
     )
 
 
+@contextmanager
+def _damage_explained(directory: Path) -> Iterator[None]:
+    """Orbax raises whatever its many parts do."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RunError(
+            f"{directory / CHECKPOINTS}: the last checkpoint cannot be read ({reason[:200]}); delete its folder to go "
+            "on from the one before it."
+        ) from error
+
+
 def _abstract(state: TrainingState) -> TrainingState:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
 
@@ -223,15 +246,20 @@ def _log(directory: Path, first: int) -> Iterator[Callable[[Record], None]]:
     """Appends lines; those of steps that are taken once more, and a torn last one, are cut off first."""
     path = directory / METRICS
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    kept = lines[:first]
+    kept = [line for line in lines[:first] if line.endswith(b"\n")]
     if len(kept) < len(lines):
         replace(path, kept)
     with path.open("a", encoding="utf-8", buffering=1) as file:
         yield lambda record: print(to_line(record), file=file)
 
 
+@jax.jit
+def _finite(parameters: Parameters) -> jax.Array:
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(master)) for master in parameters.values()]))
+
+
 def _not_finite(step: int, record: Record, directory: Path) -> str:
     return (
-        f"{directory}: step {step} has loss {record['loss']} and gradient norm {record['gradient_norm']}; lower the "
-        "learning rate or the confidence's weight, and start in another folder."
+        f"{directory}: step {step} has loss {record['loss']} and gradient norm {record['gradient_norm']}, and one of "
+        "them or the move is not finite; lower the learning rate or the confidence's weight, and start in another folder."
     )

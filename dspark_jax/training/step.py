@@ -9,6 +9,7 @@ The target, embedding and LM head are frozen: only the masters in `state` are di
 random depends on the recipe's seed and the step's number, so a state is all that a run needs to go on.
 """
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from dspark_jax.checkpoint.layout import logical_axes
+from dspark_jax.config import LARGEST_INTEGER
 from dspark_jax.data.example import Example
 from dspark_jax.data.features import target_features
 from dspark_jax.decoding.request import SEEDS
@@ -210,14 +212,19 @@ def check_recipe(recipe: Recipe) -> None:
     """
     weights = (recipe.objective.cross_entropy, recipe.objective.l1, recipe.objective.confidence)
     rules: list[tuple[bool, str, object, str]] = [
-        (recipe.steps >= 1, "steps", recipe.steps, "at least 1"),
-        (recipe.anchors >= 1, "anchors", recipe.anchors, "at least 1"),
-        (recipe.learning_rate >= 0, "learning_rate", recipe.learning_rate, "a number of at least 0"),
+        (1 <= recipe.steps <= LARGEST_INTEGER, "steps", recipe.steps, "at least 1, and at most 2^31 - 1"),
+        (1 <= recipe.anchors <= LARGEST_INTEGER, "anchors", recipe.anchors, "at least 1, and at most 2^31 - 1"),
+        (0 <= recipe.learning_rate < math.inf, "learning_rate", recipe.learning_rate, "a number of at least 0"),
         (0 <= recipe.warm_up <= 1, "warm_up", recipe.warm_up, "a part of the steps, 0 to 1"),
-        (recipe.clip > 0, "clip", recipe.clip, "a positive norm"),
-        (recipe.weight_decay >= 0, "weight_decay", recipe.weight_decay, "a number of at least 0"),
-        (recipe.objective.decay >= 0, "decay", recipe.objective.decay, "a number of at least 0"),
-        (all(w >= 0 for w in weights) and sum(weights) > 0, "objective", weights, "weights of at least 0, not all 0"),
+        (0 < recipe.clip < math.inf, "clip", recipe.clip, "a positive norm"),
+        (0 <= recipe.weight_decay < math.inf, "weight_decay", recipe.weight_decay, "a number of at least 0"),
+        (0 <= recipe.objective.decay < math.inf, "decay", recipe.objective.decay, "a number of at least 0"),
+        (
+            all(w >= 0 for w in weights) and 0 < sum(weights) < math.inf,
+            "objective",
+            weights,
+            "weights of at least 0, not all 0",
+        ),
         (0 <= recipe.seed < SEEDS, "seed", recipe.seed, f"an integer from 0 to {SEEDS - 1}"),
     ]
     for holds, name, found, expected in rules:

@@ -248,7 +248,6 @@ def test_commands_refuse_in_one_line(small: Path, dspark: Dspark, tmp_path: Path
     path = lines(tmp_path, {"id": 1, "prompt": "w7"})
     checkpoint = ("--checkpoint", str(small))
     for arguments, complaint in (
-        (("describe", str(path)), "is no folder of a cache; name the checkpoint that reads it: --checkpoint DIR."),
         (("describe", str(tmp_path)), "has no manifest.json, so it is no feature cache"),
         (("describe", str(path), *checkpoint), "line 1: expected a row of one kind"),
         (("regenerate", "--prompts", str(path), "--out", str(path), *checkpoint), "holds the prompts; name another"),

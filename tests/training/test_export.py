@@ -87,7 +87,7 @@ class TestBytes:
         names = export(source, parameters, tmp_path / "out", {"steps_taken": 7})
         old, new = contents(source), contents(tmp_path / "out")
         provenance = json.loads(new.pop("training.json"))
-        assert provenance.pop("trained_sha256") and provenance == {"steps_taken": 7, "source": {"steps_taken": 1}}
+        assert provenance.pop("trained_sha256") and provenance == {"steps_taken": 7, "source": '{"steps_taken": 1}'}
         assert "README.md" in old and "README.md" not in new, "it describes other weights"
         del old["README.md"]
         assert json.loads(old.pop("training.json")) == {"steps_taken": 1}
