@@ -261,5 +261,5 @@ def _finite(parameters: Parameters) -> jax.Array:
 def _not_finite(step: int, record: Record, directory: Path) -> str:
     return (
         f"{directory}: step {step} has loss {record['loss']} and gradient norm {record['gradient_norm']}, and one of "
-        "them or the move is not finite; lower the learning rate or the confidence's weight, and start in another folder."
+        "them or the move is not finite; lower the learning rate or the confidence's weight, and use another folder."
     )
