@@ -5,9 +5,10 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from dspark_jax.data.example import Example
 from dspark_jax.training.tiny_v4 import corpus, domain, ngram, tokens
 from dspark_jax.training.tiny_v4.recipe import CONFIG, ROW_TOKENS, VOCAB_SIZE
 
@@ -54,17 +55,21 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--picks", choices=("learnt", "recent", "oldest", "random"), default="learnt")
     one.add_argument("--numerics", default="bfloat16")
     one.add_argument("--tokens", type=int, help="only the first so many of the split")
-    one = command("along-text", _along_text, "accepted length of a checkpoint's drafter along a side of the corpus")
+    one = command("along-text", _along_text, "accepted length of a checkpoint's drafter along given text", False)
     one.add_argument("--checkpoint", type=Path, required=True)
+    one.add_argument("--corpus", type=Path, help="file written by the command 'corpus'")
+    one.add_argument("--documents", type=Path, help="JSON lines in its place, as `dspark train` reads them")
     one.add_argument("--split", choices=corpus.SPLITS, default="test")
     one.add_argument("--numerics", default="bfloat16")
     one.add_argument("--batch", type=int, default=8, help="rows side by side")
     one = command("prompts", _prompts, "writes held-out beginnings of functions and classes, one a line")
     one.add_argument("--out", type=Path, required=True)
     one.add_argument("--prompt-tokens", type=int, default=64)
-    one = command("domain", _domain, "collects C headers as a new domain to fine-tune the drafter on", False)
+    one = command("domain", _domain, "collects character tables as a new domain to fine-tune the drafter on", False)
     one.add_argument("--out", type=Path, required=True, help="folder for text.jsonl, prompts.jsonl and held-out.jsonl")
-    one.add_argument("--include", type=Path, help="folder of headers instead of the interpreter's own")
+    one.add_argument(
+        "--encodings", type=Path, help="folder of the package `encodings` instead of the interpreter's own"
+    )
     return parser
 
 
@@ -139,9 +144,27 @@ def _along_text(options: argparse.Namespace) -> None:
     from dspark_jax.checkpoint.load import load
     from dspark_jax.evaluation.along_text import along_text, rows_of
 
-    prepared = tokens.read(options.corpus)
-    rows = rows_of(prepared.streams[options.split], ROW_TOKENS, options.batch)
+    if (options.corpus is None) == (options.documents is None):
+        raise SystemExit("give one of --corpus and --documents")
+    if options.corpus:
+        rows = rows_of(tokens.read(options.corpus).streams[options.split], ROW_TOKENS, options.batch)
+    else:
+        rows = _batches(options.documents, options.checkpoint, options.batch)
     _print(dataclasses.asdict(along_text(load(options.checkpoint, options.numerics), rows)))
+
+
+def _batches(documents: Path, checkpoint: Path, batch: int) -> Iterator[Example]:
+    """All documents of a file once, but for those that do not fill a batch at the end."""
+    from dspark_jax.config import ModelConfig
+    from dspark_jax.data.batches import Batches
+    from dspark_jax.data.documents import DocumentReader
+    from dspark_jax.jobs.text import Text
+
+    config = ModelConfig.from_file(checkpoint / "config.json")
+    reader = DocumentReader(Text.of(checkpoint), config.vocab_size, config.eos_token_id[0], max_length=ROW_TOKENS)
+    found = reader.read(documents)
+    batches = Batches(found, length=int(found.lengths.max()), batch_size=batch)
+    return (batches[step] for step in range(batches.steps_per_epoch))
 
 
 def _prompts(options: argparse.Namespace) -> None:
@@ -157,7 +180,7 @@ def _prompts(options: argparse.Namespace) -> None:
 
 
 def _domain(options: argparse.Namespace) -> None:
-    _print(domain.write(domain.collect(options.include), options.out))
+    _print(domain.write(domain.collect(options.encodings), options.out))
 
 
 def _print(value: object) -> None:

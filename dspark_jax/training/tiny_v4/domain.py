@@ -1,53 +1,46 @@
-"""A domain that tiny-v4 has not seen, to fine-tune its drafter on: the C headers of the running interpreter.
+"""A domain that tiny-v4 has not seen, to fine-tune its drafter on: the standard library's tables of character sets.
 
-Its target has learnt Python and nothing else, and stays as it is; what it makes of C is another matter than how well a
-drafter foretells it. Headers lie beside most interpreters and are under the licence of the standard library.
+They were left out of the corpus, lie on every machine under the same licence, and look like no other text there. The
+target stays as it is: what it makes of them is another matter than how well a drafter foretells it.
 """
 
 import json
 import platform
 import sysconfig
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from dspark_jax.data.files import replace
 from dspark_jax.errors import CorpusError
 from dspark_jax.training.tiny_v4.corpus import Corpus, SourceFile, Split, read_files, split_of
 
-FOLDERS = ("", "cpython", "internal")  # deeper ones, and others, hold other people's headers
-_LEFT_OUT = ("pyconfig.h", "dynamic_annotations.h")  # what a build wrote about its machine; another licence
-_TABLE = "_generated.h"  # ends the names of long lists of one pattern
+TABLE = "decoding_table"  # what those modules of `encodings` hold that are one
 
-PASSAGE_CHARACTERS, PROMPT_CHARACTERS = 448, 112  # about 256 and 64 tokens of tiny-v4
-TRAINING_PASSAGES, HELD_OUT_PROMPTS = 384, 64  # so few that two CPU cores answer and learn them in minutes
+PASSAGE_CHARACTERS, PROMPT_CHARACTERS = 700, 130  # about 384 and 64 tokens of tiny-v4
+TRAINING_PASSAGES, HELD_OUT_PROMPTS = 600, 64  # so few that two CPU cores learn them in minutes
 
 
-def collect(include: Path | None = None) -> Corpus:
-    """Reads the headers.
+def collect(encodings: Path | None = None) -> Corpus:
+    """Reads the tables.
 
     Args:
-        include: a folder of headers; that of the running interpreter if None.
+        encodings: the folder of the package; that of the running interpreter if None.
 
     Raises:
         CorpusError: it holds none.
     """
-    include = include or Path(sysconfig.get_path("include"))
-    paths = sorted(
-        path.relative_to(include).as_posix() for folder in FOLDERS for path in (include / folder).glob("*.h")
-    )
-    wanted = [path for path in paths if path not in _LEFT_OUT and not path.endswith(_TABLE)]
-    if not wanted:
-        raise CorpusError(
-            f"{include}: holds no headers of Python; install them (such as the package python3-dev), run an "
-            "interpreter that brings them (uv's does), or name their folder with --include."
-        )
-    return read_files(include, wanted, side_of)
+    encodings = encodings or Path(sysconfig.get_path("stdlib")) / "encodings"
+    paths = sorted(path.name for path in encodings.glob("*.py"))
+    tables = [path for path in paths if TABLE in (encodings / path).read_text(encoding="utf-8", errors="replace")]
+    if not tables:
+        raise CorpusError(f"{encodings}: holds no tables of character sets; name the folder `encodings` of a Python.")
+    return read_files(encodings, tables, side_of)
 
 
 def side_of(path: str) -> Split:
-    """The side of a header; `object.h`, `cpython/object.h` and `internal/pycore_object.h` are on the same."""
-    return split_of(PurePosixPath(path).stem.removeprefix("pycore_"))
+    """The side of a table."""
+    return split_of(f"encodings_{path}")
 
 
 def write(corpus: Corpus, out: Path) -> dict[str, Any]:
@@ -55,7 +48,8 @@ def write(corpus: Corpus, out: Path) -> dict[str, Any]:
 
     - `text.jsonl`: passages of the train side, to train on as they are;
     - `prompts.jsonl`: their beginnings, for `dspark data regenerate`;
-    - `held-out.jsonl`: beginnings of passages of the other sides, for `dspark evaluate`.
+    - `held-out.jsonl`: beginnings of passages of the other sides, for `dspark evaluate`;
+    - `held-out-text.jsonl`: those passages.
 
     Returns:
         Where the text came from, and how many lines each file has.
@@ -66,11 +60,12 @@ def write(corpus: Corpus, out: Path) -> dict[str, Any]:
         "text.jsonl": [{"id": name, "text": text} for name, text in train],
         "prompts.jsonl": _prompts(train),
         "held-out.jsonl": _prompts(held_out),
+        "held-out-text.jsonl": [{"id": name, "text": text} for name, text in held_out],
     }
     out.mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():
         replace(out / name, ((json.dumps(row) + "\n").encode() for row in rows))
-    source = f"C headers of {platform.python_implementation()} {platform.python_version()}"
+    source = f"character sets of {platform.python_implementation()} {platform.python_version()}"
     return corpus.provenance | {"source": source, "lines": {name: len(rows) for name, rows in files.items()}}
 
 
