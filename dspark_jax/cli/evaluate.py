@@ -126,7 +126,7 @@ def evaluate(
         print_json({"out": str(out), "new_completions": len(missing), "runs": [_headline(run) for run in report.runs]})
     else:
         _print_runs(report.runs)
-        RESULT.print(Text.assemble(("\nlook at ", "dim"), str(out / PAGE)))
+        RESULT.print(Text.assemble(("\nlook at ", "dim"), str(out / PAGE)), soft_wrap=True)
     return 0
 
 

@@ -6,16 +6,12 @@ end of an epoch is left out of it. So the position in the data is one integer, t
 
 from collections.abc import Iterator
 
-import grain
-
 from dspark_jax.data.assemble import assemble
 from dspark_jax.data.document import Corpus
 from dspark_jax.data.example import Example
 from dspark_jax.data.packing import Row, one_a_row, pack, padding_share
 from dspark_jax.decoding.request import SEEDS
 from dspark_jax.errors import RequestError, check_count
-
-READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=2)  # batches with features are large: few ahead
 
 
 class Batches:
@@ -63,6 +59,8 @@ class Batches:
                 f"{len(lengths)} documents fill {len(self.rows)} rows, and a batch has {batch_size}; give more data, "
                 "or make the batches smaller."
             )
+        import grain  # takes a second, which commands that read no data should not
+
         shuffled = grain.MapDataset.source(self.rows).seed(seed).shuffle()
         self._plans = shuffled.batch(batch_size, drop_remainder=True, batch_fn=list).repeat()
 
@@ -86,5 +84,8 @@ class Batches:
 
     def starting_at(self, step: int) -> Iterator[Example]:
         """The examples of this and all later steps, without end; a few are read ahead."""
+        import grain
+
         examples = self._plans.map(lambda plan: assemble(self.corpus, plan, self.length))
-        return iter(examples[step:].to_iter_dataset(READ))
+        few_ahead = grain.ReadOptions(num_threads=2, prefetch_buffer_size=2)  # batches with features are large
+        return iter(examples[step:].to_iter_dataset(few_ahead))

@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from orbax.checkpoint import v1 as ocp
 
 from dspark_jax.data.assemble import refuse_packed
 from dspark_jax.data.example import Examples
@@ -110,6 +109,8 @@ def load_parameters(directory: Path) -> tuple[int, Parameters]:
     none = RunError(f"{directory}: its run has no checkpoint yet; let `dspark train` go on.")
     if not (directory / CHECKPOINTS).is_dir():  # Orbax would make it
         raise none
+    from orbax.checkpoint import v1 as ocp
+
     with _checkpoints(directory, writing=False) as checkpoints:
         if checkpoints.latest is None:
             raise none
@@ -213,8 +214,10 @@ def _claimed(directory: Path) -> Iterator[None]:
         yield
 
 
-def _checkpoints(directory: Path, *, writing: bool) -> ocp.training.Checkpointer:
+def _checkpoints(directory: Path, *, writing: bool) -> Any:
     """Those of a run; only who holds its lock removes what a killed process left, which a live one may be writing."""
+    from orbax.checkpoint import v1 as ocp  # takes seconds, which commands that train nothing should not
+
     policies = ocp.training
     return ocp.training.Checkpointer(
         (directory / CHECKPOINTS).resolve(),

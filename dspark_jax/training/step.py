@@ -212,8 +212,8 @@ def check_recipe(recipe: Recipe) -> None:
     """
     weights = (recipe.objective.cross_entropy, recipe.objective.l1, recipe.objective.confidence)
     rules: list[tuple[bool, str, object, str]] = [
-        (1 <= recipe.steps <= LARGEST_INTEGER, "steps", recipe.steps, "at least 1, and at most 2^31 - 1"),
-        (1 <= recipe.anchors <= LARGEST_INTEGER, "anchors", recipe.anchors, "at least 1, and at most 2^31 - 1"),
+        (1 <= recipe.steps <= LARGEST_INTEGER, "steps", recipe.steps, "at least 1"),
+        (1 <= recipe.anchors <= LARGEST_INTEGER, "anchors", recipe.anchors, "at least 1"),
         (0 <= recipe.learning_rate < math.inf, "learning_rate", recipe.learning_rate, "a number of at least 0"),
         (0 <= recipe.warm_up <= 1, "warm_up", recipe.warm_up, "a part of the steps, 0 to 1"),
         (0 < recipe.clip < math.inf, "clip", recipe.clip, "a positive norm"),
