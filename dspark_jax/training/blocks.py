@@ -42,12 +42,6 @@ def draw_blocks(key: jax.Array, example: Example, anchors: int, size: int) -> Bl
     return blocks_at(example, *choose_anchors(draws, candidates(example), anchors), size)
 
 
-def all_blocks(example: Example, size: int) -> Blocks:
-    """The blocks at every candidate of every row."""
-    found = candidates(example)
-    return blocks_at(example, *choose_anchors(jnp.zeros(found.shape, jnp.float32), found, found.shape[1]), size)
-
-
 def candidates(example: Example) -> jax.Array:
     """bool [B, T-1]: positions that may be anchors, being supervised like their successor in the same document."""
     return (

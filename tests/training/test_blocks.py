@@ -16,7 +16,7 @@ from dspark_jax.data.example import Example
 from dspark_jax.model.drafter import confidence_logits
 from dspark_jax.model.linear import project
 from dspark_jax.model.markov import embed_previous, markov_latent, markov_latents
-from dspark_jax.training.blocks import Blocks, all_blocks, blocks_at, candidates, choose_anchors, draw_blocks
+from dspark_jax.training.blocks import Blocks, blocks_at, candidates, choose_anchors, draw_blocks
 from dspark_jax.training.losses import Objective, losses, metrics
 from dspark_jax.training.slot_terms import slot_terms
 from dspark_jax.training.teacher_forcing import context_window
@@ -239,9 +239,3 @@ def test_every_candidate_is_drawn_equally_often() -> None:
     counts = np.bincount(np.asarray(anchors).ravel(), minlength=10)
     assert counts[9] == 0
     np.testing.assert_allclose(counts[:9], 1000, atol=5 * (1000 * 2 / 3) ** 0.5)
-
-
-def test_all_blocks_are_those_at_every_candidate() -> None:
-    supervised = np.array([[1, 1, 0, 1, 1, 1]])
-    blocks = all_blocks(example_of(np.arange(6)[None], supervised), 3)
-    assert blocks.anchors[0][blocks.kept[0]].tolist() == [0, 3, 4]
