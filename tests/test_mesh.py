@@ -144,7 +144,7 @@ class TestExperts:
     def test_one_device_runs_the_reference(self) -> None:
         x, picks, weights, live, experts = experts_case()
         programs = [
-            jax.make_jaxpr(lambda x, run=run: run(x, picks, weights, live, experts, LIMIT, jnp.tanh))(x)
+            jax.make_jaxpr(lambda x, run=run: run(x, picks, weights, live, experts, LIMIT))(x)
             for run in (mxfp4_experts, reference)
         ]
         assert str(programs[0]) == str(programs[1])
@@ -156,7 +156,7 @@ class TestExperts:
         x, picks, weights, live, experts = experts_case()
 
         def loss(x: jax.Array, weights: jax.Array, partition: Partition | None) -> tuple[jax.Array, jax.Array]:
-            y = mxfp4_experts(x, picks, weights, live, experts, LIMIT, jnp.tanh, partition)
+            y = mxfp4_experts(x, picks, weights, live, experts, LIMIT, partition=partition)
             return jnp.sum(jnp.sin(y)), y
 
         run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=2)
@@ -169,15 +169,15 @@ class TestExperts:
     def test_the_dead_row_would_have_been_seen(self) -> None:
         x, picks, weights, live, experts = experts_case()
         partition = Partition(make_mesh(data=2, expert=2), ("data",), ("expert",))
-        y = mxfp4_experts(x, picks, weights, jnp.ones_like(live), experts, LIMIT, jnp.tanh, partition)
+        y = mxfp4_experts(x, picks, weights, jnp.ones_like(live), experts, LIMIT, partition=partition)
         assert np.isnan(y[4]).all() and np.isfinite(np.delete(y, 4, axis=0)).all()
 
     def test_rows_may_have_two_axes(self) -> None:
         x, picks, weights, live, experts = experts_case()
-        flat = mxfp4_experts(x, picks, weights, live, experts, LIMIT, jnp.tanh)
+        flat = mxfp4_experts(x, picks, weights, live, experts, LIMIT)
         paired = [values.reshape(2, 3, *values.shape[1:]) for values in (x, picks, weights, live)]
         for partition in (None, Partition(make_mesh(data=2, tensor=2), ("data",), ("tensor",))):
-            y = mxfp4_experts(*paired, experts, LIMIT, jnp.tanh, partition)
+            y = mxfp4_experts(*paired, experts, LIMIT, partition=partition)
             np.testing.assert_allclose(y.reshape(ROWS, WIDTH), flat, rtol=1e-5, atol=1e-5)
 
 

@@ -21,12 +21,12 @@ from dspark_jax import Forward, Model, ModelConfig, forward
 from dspark_jax.model import indexer
 from dspark_jax.model.cache import ENTRY_BLOCK, drafter_cache, target_cache
 from dspark_jax.model.drafter import DraftStep, draft_step, remember
-from dspark_jax.model.fake_quant import fake_e2m1, fake_e4m3
 from dspark_jax.model.moe import route
 from dspark_jax.model.numerics import PRESETS
 from dspark_jax.model.rope import frequencies, rope_tables, yarn
 from dspark_jax.model.rows import Rows, Setting
 from dspark_jax.model.target import lm_logits, target_step
+from pallas_kernels.fake_quant import fake_e2m1, fake_e4m3
 from pallas_kernels.hyper_connection import expand, split_mixes
 
 BATCH, TOKENS = 2, 140

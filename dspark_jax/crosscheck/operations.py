@@ -8,17 +8,11 @@ import numpy as np
 
 from dspark_jax.checkpoint.layout import layout
 from dspark_jax.crosscheck.record import Record
-from dspark_jax.model.fake_quant import (
-    INDEX_BLOCK,
-    KV_BLOCK,
-    LINEAR_BLOCK,
-    fake_e2m1,
-    fake_e4m3,
-    hadamard,
-    quantise_e4m3,
-)
+from dspark_jax.model.attention import KV_BLOCK
+from dspark_jax.model.indexer import INDEX_BLOCK
 from dspark_jax.model.model import Model
 from pallas_kernels.block_scaled import BlockScaled, decoded_product
+from pallas_kernels.fake_quant import LINEAR_BLOCK, fake_e2m1, fake_e4m3, hadamard, quantise_e4m3
 
 PRODUCTS = {
     "ops/fp8_gemm_wq_b_f32": "layers.1.attn.wq_b",

@@ -14,14 +14,17 @@ import jax.numpy as jnp
 
 from dspark_jax.model.cache import LayerCache, append
 from dspark_jax.model.compressor import compress, visible_entries
-from dspark_jax.model.fake_quant import KV_BLOCK, fake_e4m3
 from dspark_jax.model.indexer import Picks, pick_entries
 from dspark_jax.model.linear import linear, rms_norm
 from dspark_jax.model.numerics import Numerics
 from dspark_jax.model.rope import angles_at, rotate
 from dspark_jax.model.rows import Rows, Setting
 from dspark_jax.model.weights import Attention
+from pallas_kernels.fake_quant import fake_e4m3
 from pallas_kernels.precision import contract
+
+KV_BLOCK = 64
+"""Channels of one scale in quantised keys and entries."""
 
 
 class Source(NamedTuple):

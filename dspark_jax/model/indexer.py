@@ -12,14 +12,17 @@ import jax.numpy as jnp
 from dspark_jax.config import OVERLAP_RATIO
 from dspark_jax.model.cache import ENTRY_BLOCK, Compressed
 from dspark_jax.model.compressor import compress, visible_entries
-from dspark_jax.model.fake_quant import INDEX_BLOCK, fake_e2m1, hadamard
 from dspark_jax.model.linear import linear, project
 from dspark_jax.model.numerics import Numerics
 from dspark_jax.model.rope import angles_at, rotate
 from dspark_jax.model.rows import Rows, Setting
 from dspark_jax.model.weights import Indexer
+from pallas_kernels.fake_quant import fake_e2m1, hadamard
 from pallas_kernels.partition import Partition, map_rows
 from pallas_kernels.precision import contract
+
+INDEX_BLOCK = 32
+"""Channels of one scale in the indexer's quantised queries and entries."""
 
 
 class Picks(NamedTuple):

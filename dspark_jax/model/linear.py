@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dspark_jax.model.fake_quant import LINEAR_BLOCK, fake_e4m3
 from dspark_jax.model.numerics import Numerics
 from dspark_jax.model.weights import Packed
 from pallas_kernels.fp8_linear import fp8_linear
@@ -18,12 +17,8 @@ def project(x: jax.Array, weight: nnx.Param | jax.Array) -> jax.Array:
 
 def linear(x: jax.Array, weight: Packed, numerics: Numerics) -> jax.Array:
     """A quantised matrix: [..., in] -> activations [..., out]."""
-    return numerics.round(fp8_linear(linear_input(x, numerics), weight.get_value()))
-
-
-def linear_input(x: jax.Array, numerics: Numerics) -> jax.Array:
-    """What a quantised matrix sees of `x`."""
-    return fake_e4m3(x, LINEAR_BLOCK) if numerics.quantise_linear_inputs else x
+    product = fp8_linear(x, weight.get_value(), numerics.quantise_linear_inputs, numerics.implementation)
+    return numerics.round(product)
 
 
 def rms_norm(x: jax.Array, weight: nnx.Param, eps: float, numerics: Numerics) -> jax.Array:

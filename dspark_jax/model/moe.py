@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.model.linear import linear, linear_input, project
+from dspark_jax.model.linear import linear, project
 from dspark_jax.model.rows import Setting
 from dspark_jax.model.weights import Gate, MixtureOfExperts, SharedExpert
 from pallas_kernels.mxfp4_experts import Matrices, mxfp4_experts, swiglu
@@ -37,14 +37,15 @@ def mixture_of_experts(
     numerics, limit = setting.numerics, setting.config.swiglu_limit
     routing = route(weights.gate, x, ids, setting)
     routed = mxfp4_experts(
-        linear_input(x, numerics),
+        x,
         routing.picks,
         routing.weights,
         live,
         Matrices(*(matrix.get_value() for matrix in (weights.experts.w1, weights.experts.w3, weights.experts.w2))),
         limit,
-        hidden_input=lambda hidden: linear_input(hidden, numerics),
+        quantised=numerics.quantise_linear_inputs,
         partition=setting.partition,
+        implementation=numerics.implementation,
     )
     shared = _shared_expert(weights.shared_experts, x, setting).astype(jnp.float32)
     return numerics.round(routed + shared), routing

@@ -1,4 +1,4 @@
-"""Numerics as data: which dtype activations have, and which of the official fake quantisations are simulated.
+"""Numerics as data: which dtype activations have, which of the official fake quantisations are simulated, by what.
 
 Layers ask a `Numerics`; nobody asks which preset it is. There is no field for matmul precision: a float32 product is
 always taken at the highest precision, and a product of bfloat16 operands is exact before its float32 accumulation, so
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.errors import RequestError
+from pallas_kernels.implementation import Implementation
 from pallas_kernels.precision import round_to
 
 
@@ -24,6 +25,7 @@ class Numerics:
         quantise_linear_inputs: simulate E4M3 inputs, 128 channels a scale, before every FP8 and FP4 matrix.
         quantise_kv: simulate E4M3 keys and entries, 64 channels a scale, on the channels without RoPE.
         quantise_index: rotate the indexer's queries and entries (Hadamard) and simulate E2M1, 32 channels a scale.
+        implementation: of the operations in `pallas_kernels`; None takes a kernel where there is one.
         rsqrt: reciprocal square root of the per-head query norm; the cross-check puts that of PyTorch on a CPU here.
     """
 
@@ -31,6 +33,7 @@ class Numerics:
     quantise_linear_inputs: bool = False
     quantise_kv: bool = False
     quantise_index: bool = False
+    implementation: Implementation | None = None
     rsqrt: Callable[[jax.Array], jax.Array] = jax.lax.rsqrt
 
     def round(self, x: jax.Array) -> jax.Array:

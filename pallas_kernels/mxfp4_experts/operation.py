@@ -1,11 +1,10 @@
 """The operation as models call it: on one device, or on a mesh where every device runs the experts that it holds."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.mxfp4_experts import reference
 from pallas_kernels.mxfp4_experts.reference import Matrices
 from pallas_kernels.partition import Partition
@@ -18,8 +17,9 @@ def mxfp4_experts(
     live: jax.Array,
     experts: Matrices,
     limit: float,
-    hidden_input: Callable[[jax.Array], jax.Array],
+    quantised: bool = False,
     partition: Partition | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Weighted sum of the picked experts of each row; `reference.mxfp4_experts` is what it means.
 
@@ -28,20 +28,22 @@ def mxfp4_experts(
         picks: int32 [..., k].
         weights: float32 [..., k].
         live: bool [...].
-        experts, limit, hidden_input: as for the reference.
+        experts, limit, quantised: as for the reference.
         partition: None for one device. On a mesh a device visits only the experts of its own that its own rows picked,
             and what rows get from experts elsewhere is added in float32: no device reads another's experts.
+        implementation: see `choose`.
 
     Returns:
         float32 [..., d].
     """
+    choose(implementation, "mxfp4_experts", "it is not written yet")
 
     def run(x: jax.Array, picks: jax.Array, weights: jax.Array, live: jax.Array, experts: Matrices) -> jax.Array:
         def flat(values: jax.Array) -> jax.Array:
             return values.reshape(-1, values.shape[-1])
 
         rows = flat(x), flat(picks), flat(weights), live.reshape(-1)
-        return reference.mxfp4_experts(*rows, experts, limit, hidden_input).reshape(x.shape)
+        return reference.mxfp4_experts(*rows, experts, limit, quantised).reshape(x.shape)
 
     if partition is None:
         return run(x, picks, weights, live, experts)

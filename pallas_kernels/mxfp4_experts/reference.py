@@ -1,12 +1,12 @@
 """What the operation means, and the path on machines without a kernel for it."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.block_scaled import BlockScaled, Master, decoded_product
+from pallas_kernels.fake_quant import LINEAR_BLOCK, fake_e4m3
 from pallas_kernels.precision import round_to
 
 
@@ -25,7 +25,7 @@ def mxfp4_experts(
     live: jax.Array,
     experts: Matrices,
     limit: float,
-    hidden_input: Callable[[jax.Array], jax.Array],
+    quantised: bool = False,
 ) -> jax.Array:
     """Weighted sum of the picked experts of each row.
 
@@ -33,17 +33,19 @@ def mxfp4_experts(
     the other rows pick; an expert that no live row picked is not decoded.
 
     Args:
-        x: float32 or bfloat16 [N, d], as the gate and up matrices see it.
+        x: float32 or bfloat16 [N, d].
         picks: int32 [N, k], distinct experts of each row; E, which may repeat, is none.
         weights: float32 [N, k], multiplied into the hidden vector before the down matrix.
         live: bool [N]; a dead row wakes no expert and gets zeros.
         experts: all E of them.
         limit: clamps the up product to +-limit and the gate product to at most limit.
-        hidden_input: maps the rounded hidden vector [N, f] to what the down matrix sees.
+        quantised: what the matrices see, `x` and the rounded hidden vector, first goes through E4M3 with one power of
+            two for 128 channels.
 
     Returns:
         float32 [N, d]. Products are rounded to the dtype of `x`; sums are float32.
     """
+    seen = fake_e4m3(x, LINEAR_BLOCK) if quantised else x
     count = experts.gate.shape[0]
     awake = jnp.zeros(count, bool).at[jnp.where(live[:, None], picks, count)].set(True, mode="drop")
     visits = jnp.argsort(~awake, stable=True)[: min(count, picks.size)]  # awake experts first, in ascending order
@@ -53,7 +55,7 @@ def mxfp4_experts(
         def visit() -> jax.Array:
             chosen = (picks == number) & live[:, None]
             weight = jnp.sum(jnp.where(chosen, weights, 0), axis=-1)
-            out = _one_expert(x, weight, expert or _at(experts, number), limit, hidden_input)
+            out = _one_expert(seen, weight, expert or _at(experts, number), limit, quantised)
             return jnp.where(jnp.any(chosen, axis=-1, keepdims=True), out, 0)
 
         return jax.lax.cond(awake[number], visit, lambda: jnp.zeros(x.shape, jnp.float32))
@@ -84,9 +86,10 @@ def _one_expert(
     weight: jax.Array,
     expert: Matrices,
     limit: float,
-    hidden_input: Callable[[jax.Array], jax.Array],
+    quantised: bool,
 ) -> jax.Array:
     gate = round_to(decoded_product(x, expert.gate), x.dtype)
     up = round_to(decoded_product(x, expert.up), x.dtype)
     hidden = round_to(weight[:, None] * swiglu(gate, up, limit), x.dtype)
-    return round_to(decoded_product(hidden_input(hidden), expert.down), x.dtype).astype(jnp.float32)
+    seen = fake_e4m3(hidden, LINEAR_BLOCK) if quantised else hidden
+    return round_to(decoded_product(seen, expert.down), x.dtype).astype(jnp.float32)

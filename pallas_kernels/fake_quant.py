@@ -1,4 +1,4 @@
-"""The activation quantisations that the official code simulates, and the rotation before the coarsest one.
+"""Quantisations of activations that are simulated, and the rotation before the coarsest one.
 
 Source: spec of the official kernels: per block of channels the scale is the power of two 2^ceil(log2(max|x| / qmax)),
 values are rounded to nearest even in the small format, and what goes on is value times scale. The derivative is that
@@ -18,7 +18,9 @@ from pallas_kernels.number_formats import (
 )
 from pallas_kernels.precision import straight_through
 
-LINEAR_BLOCK, KV_BLOCK, INDEX_BLOCK = 128, 64, 32
+LINEAR_BLOCK = 128
+"""Channels of one scale in what packed matrices see."""
+
 _RECIPROCAL_E4M3_MAX = np.float32(1 / 448)
 _RECIPROCAL_E2M1_MAX = np.float32(1 / 6)
 _E4M3_FLOOR = np.float32(1e-4)
