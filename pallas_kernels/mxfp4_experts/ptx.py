@@ -1,0 +1,338 @@
+"""The arithmetic of the expert kernel, in PTX for the threads of one warpgroup.
+
+Three blocks: `split` turns bfloat16 rows into pairs of e4m3 numbers, `multiply` adds the products of a chunk of weights
+with them, `finish` adds up the warpgroups and applies what follows a product. How the numbers lie in registers and in
+shared memory is told where they are.
+"""
+
+import math
+
+import numpy as np
+
+from pallas_kernels.hopper import FIRST_NAMED_BARRIER, WARPGROUP
+
+ROWS = 8
+"""Token rows of a slot: the N side of wgmma."""
+TILE = 64
+"""Matrix rows of a tile: the M side of wgmma."""
+CHUNK = 256
+"""Columns of a tile that a warpgroup takes at once: 128 bytes, eight groups of 32 that share a scale."""
+GROUP = 32
+SCALES = 16
+"""Bytes of a row's scales that come with a chunk, those of two neighbours: TMA counts in 16 bytes."""
+PITCH = TILE + 4
+"""Floats between two token rows of partial sums, so that a warp's stores meet no bank twice."""
+
+_BATCH = 4  # groups whose products are under way while the next ones are decoded
+_THREAD = "mov.u32 thread, %tid.x; and.b32 lane, thread, 31; shr.u32 warp, thread, 5; and.b32 warp, warp, 3;"
+
+
+def split(groups: int, warpgroups: int, picks: int, parts_bytes: int, quantised: bool) -> str:
+    """Rows of a slot as hi + lo, both e4m3, over a power of two for each row of this warpgroup's columns.
+
+    hi is the row rounded to four significant bits and lo the rest of it, so eight bits of bfloat16 survive; the error
+    is at most 2^-17 of the largest number of the row. Rows that are missing become zeros; a row that is not finite gets
+    a factor that is not a number.
+
+    A lane takes one group of 32 columns, and stores its 16 even columns before its 16 odd ones, as the nibbles of a
+    weight come. Where they lie: 8 rows of hi, then 8 of lo; of either 1024 bytes for every 128 columns, row after row,
+    in which the 16-byte piece j of row r is at j xor r (the 128-byte swizzle).
+
+    Operands: `rows`, bfloat16 in global memory; `pairs`, there, eight numbers for each slot, below 0 for none; `slot`;
+    `parts` and `factors` (eight float32 a warpgroup) in shared memory.
+
+    Args:
+        groups: of a warpgroup's columns.
+        warpgroups: that share a row.
+        picks: pairs of a row.
+        parts_bytes: of shared memory between the parts of two warpgroups.
+        quantised: the numbers first go through e4m3 with one power of two for 128 columns.
+    """
+    turns = -(-groups // 32)
+    lines = [
+        f"""
+        .reg .b32 thread, lane, warp, warpgroup, parts, row, pair, m0, most, inverse, factor, at, a, piece, e, back;
+        .reg .b32 w<{16 * turns}>, h<8>, l<8>; .reg .b64 from, byte; .reg .b16 low, high, c<2>;
+        .reg .f32 y<2>, z<2>, scale, unscale; .reg .pred there, mine, finite, up;
+        {_THREAD} shr.u32 warpgroup, thread, 7; mad.lo.u32 parts, warpgroup, {parts_bytes}, $parts;
+        """
+    ]
+    for half in (0, 1):
+        lines.append(
+            f"""
+            shl.b32 row, warp, 1; add.u32 row, row, {half};
+            mad.lo.u32 a, $slot, {ROWS}, row; mul.wide.u32 byte, a, 4; add.u64 from, $pairs, byte;
+            ld.global.u32 pair, [from]; setp.ge.s32 there, pair, 0; div.u32 pair, pair, {picks};
+            mul.wide.u32 byte, pair, {2 * groups * GROUP * warpgroups}; add.u64 from, $rows, byte;
+            mad.lo.u32 a, warpgroup, {groups}, lane; mul.wide.u32 byte, a, {2 * GROUP}; add.u64 from, from, byte;
+            mov.b32 most, 0;
+            """
+        )
+        for turn in range(turns):
+            word = 16 * turn
+            lines.append(f"setp.lt.and.u32 mine, lane, {groups - 32 * turn}, there;")
+            lines += [f"mov.b32 w{word + i}, 0;" for i in range(16)]
+            for i in range(0, 16, 4):
+                vector = ", ".join(f"w{word + i + j}" for j in range(4))
+                lines.append(f"@mine ld.global.v4.u32 {{{vector}}}, [from + {2048 * turn + 4 * i}];")
+        for turn in range(turns):
+            word = 16 * turn
+            if quantised:
+                lines.append(_quantise(word))
+            lines += [f"and.b32 a, w{word + i}, 0x7FFF7FFF; max.u16x2 most, most, a;" for i in range(16)]
+        lines.append(
+            f"""
+            shr.u32 a, most, 16; and.b32 most, most, 0xFFFF; max.u32 most, most, a;
+            redux.sync.max.u32 most, most, 0xFFFFFFFF;
+            shl.b32 most, most, 16; max.u32 most, most, 0x0D800000; and.b32 most, most, 0x7F800000;
+            setp.ne.u32 finite, most, 0x7F800000; sub.u32 inverse, {(254 + 7) << 23}, most;
+            sub.u32 factor, most, {1 << 23}; selp.b32 factor, factor, 0x7FC00000, finite;
+            mad.lo.u32 a, warpgroup, {ROWS}, row; mad.lo.u32 a, a, 4, $factors; st.shared.b32 [a], factor; mov.b32 scale, inverse;
+            """  # factor: 2^-7 to come back, and 2^6 because e2m1 bits are read as e4m3 numbers
+        )
+        for turn in range(turns):
+            lines.append(f"setp.lt.u32 mine, lane, {groups - 32 * turn};")
+            lines += [_part_pair(16 * turn + 2 * i, i) for i in range(8)]
+            for part, offset in (("h", 0), ("l", groups * GROUP * ROWS)):
+                lines.append(
+                    f"""
+                    shl.b32 a, row, 7; add.u32 at, parts, a; shr.u32 a, lane, 2; shl.b32 a, a, 10; add.u32 at, at, a;
+                    and.b32 piece, lane, 3; shl.b32 piece, piece, 1; xor.b32 piece, piece, row; shl.b32 a, piece, 4;
+                    add.u32 a, at, a; @mine st.shared.v4.u32 [a + {offset + 8192 * turn}], {{{part}0, {part}1, {part}2, {part}3}};
+                    xor.b32 piece, piece, 1; shl.b32 a, piece, 4;
+                    add.u32 a, at, a; @mine st.shared.v4.u32 [a + {offset + 8192 * turn}], {{{part}4, {part}5, {part}6, {part}7}};
+                    """
+                )
+    lines.append("fence.proxy.async.shared::cta;")  # the tensor cores read what ordinary stores wrote
+    return "\n".join(lines)
+
+
+def _part_pair(word: int, index: int) -> str:
+    """hi and lo of four columns, two of each parity, in 16 bits of each of four registers."""
+    lines = []
+    for parity, first in ((0, 0), (1, 4)):
+        half, register = index % 2, first + index // 2
+        value = "shl.b32 a, w{}, 16;" if parity == 0 else "and.b32 a, w{}, 0xFFFF0000;"
+        for i in (0, 1):
+            lines.append(f"{value.format(word + i)} mov.b32 y{i}, a; mul.f32 y{i}, y{i}, scale;")
+        lines.append(
+            f"""
+            cvt.rn.satfinite.e4m3x2.f32 c0, y1, y0; cvt.rn.f16x2.e4m3x2 back, c0; mov.b32 {{low, high}}, back;
+            cvt.f32.f16 z0, low; cvt.f32.f16 z1, high; sub.f32 y0, y0, z0; sub.f32 y1, y1, z1;
+            cvt.rn.satfinite.e4m3x2.f32 c1, y1, y0;
+            """
+        )
+        for part, code in (("h", "c0"), ("l", "c1")):
+            if half == 0:
+                lines.append(f"cvt.u32.u16 {part}{register}, {code};")
+            else:
+                lines.append(f"cvt.u32.u16 a, {code}; shl.b32 a, a, 16; or.b32 {part}{register}, {part}{register}, a;")
+    return "\n".join(lines)
+
+
+def _quantise(word: int) -> str:
+    """Sixteen registers of bfloat16 pairs through e4m3, with one power of two for the columns of four lanes."""
+    lines = ["mov.b32 m0, 0;"]
+    lines += [f"and.b32 a, w{word + i}, 0x7FFF7FFF; max.u16x2 m0, m0, a;" for i in range(16)]
+    lines.append(
+        f"""
+        shr.u32 a, m0, 16; and.b32 m0, m0, 0xFFFF; max.u32 m0, m0, a;
+        shfl.sync.bfly.b32 a, m0, 1, 31, 0xFFFFFFFF; max.u32 m0, m0, a;
+        shfl.sync.bfly.b32 a, m0, 2, 31, 0xFFFFFFFF; max.u32 m0, m0, a; shl.b32 m0, m0, 16;
+        mov.b32 y0, m0; max.f32 y0, y0, {_float32(1e-4)}; mul.rn.f32 y0, y0, {_float32(1 / 448)}; mov.b32 e, y0;
+        and.b32 a, e, 0x7FFFFF; and.b32 e, e, 0x7F800000; setp.ne.u32 up, a, 0; @up add.u32 e, e, 0x800000;
+        mov.b32 scale, e; sub.u32 e, 0x7F000000, e; mov.b32 unscale, e;
+        """  # the floor 1e-4 and 1/448, then ceil(log2) off the bits
+    )
+    for i in range(16):
+        lines.append(
+            f"""
+            shl.b32 a, w{word + i}, 16; mov.b32 y0, a; and.b32 a, w{word + i}, 0xFFFF0000; mov.b32 y1, a;
+            mul.f32 y0, y0, unscale; mul.f32 y1, y1, unscale; cvt.rn.satfinite.e4m3x2.f32 c0, y1, y0;
+            cvt.rn.f16x2.e4m3x2 back, c0; mov.b32 {{low, high}}, back; cvt.f32.f16 y0, low; cvt.f32.f16 y1, high;
+            mul.f32 y0, y0, scale; mul.f32 y1, y1, scale; cvt.rn.bf16x2.f32 w{word + i}, y1, y0;
+            """
+        )
+    return "\n".join(lines)
+
+
+def multiply(chunk: int, groups: int, parts_bytes: int, first: bool) -> str:
+    """sums [64, 8] += chunk [64, 256] times the split rows, each group of 32 columns with its scale.
+
+    A group is one k step of wgmma with the weights in registers and a fresh accumulator; its float32 result is
+    multiplied with the group's scale and added. The thread of row r mod 8 and quarter q of its warp's 16 rows reads
+    bytes 4q to 4q+3 of the group in rows r and r+8, which is just its part of the operand: low nibbles are the even
+    columns. An e2m1 number becomes e4m3 by moving bits, exactly, as its value times 2^-6.
+
+    Operands: `weights` and `scales` in shared memory, rings of chunks, of which this is number `ring`; `parts` as for
+    `split`; `sums`, a result too, and an operand unless `first`.
+
+    Args:
+        chunk: number of the chunk in the tile.
+        groups, parts_bytes: as for `split`.
+        first: the sums begin at zero.
+    """
+    sets = 2 * _BATCH
+    chunks, batches = groups * GROUP // CHUNK, CHUNK // GROUP // _BATCH
+    lines = [
+        f"""
+        .reg .b32 thread, lane, warp, warpgroup, parts, r, row, quarter, base, at, a, b, low, s<4>, e<2>, v<{2 * sets}>, A<{4 * sets}>;
+        .reg .f32 f<2>, d<{4 * sets}>; .reg .b64 descriptor; .reg .pred no, yes;
+        setp.ne.b32 no, 0, 0; setp.eq.b32 yes, 0, 0; {_THREAD}
+        shr.u32 warpgroup, thread, 7; mad.lo.u32 parts, warpgroup, {parts_bytes}, $parts;
+        add.u32 parts, parts, {chunk * ROWS * CHUNK}; shr.u32 parts, parts, 4;
+        shr.u32 r, lane, 2; and.b32 quarter, lane, 3; mad.lo.u32 row, warp, 16, r; mad.lo.u32 row, $ring, {TILE}, row;
+        mad.lo.u32 base, row, {CHUNK // 2}, $weights; mad.lo.u32 base, quarter, 4, base; mad.lo.u32 base, r, 16, base;
+        mad.lo.u32 at, row, {SCALES}, $scales; mad.lo.u32 a, warpgroup, {chunks}, {chunk}; and.b32 a, a, 1;
+        mad.lo.u32 at, a, {SCALES // 2}, at; ld.shared.v2.u32 {{s0, s1}}, [at];
+        ld.shared.v2.u32 {{s2, s3}}, [at + {8 * SCALES}];
+        """
+    ]
+    for batch in range(batches):
+        lines += [_decode(batch), _products(batch, groups * GROUP * ROWS)]
+        if batch:
+            lines += ["wgmma.wait_group.sync.aligned 1;", _fold(batch - 1, first)]
+    lines += ["wgmma.wait_group.sync.aligned 0;", _fold(batches - 1, first)]
+    return "\n".join(lines)
+
+
+def _registers(batch: int) -> list[tuple[int, int]]:
+    """The groups of a batch, and which set of registers each has; two batches take turns."""
+    return [(batch * _BATCH + i, batch % 2 * _BATCH + i) for i in range(_BATCH)]
+
+
+def _decode(batch: int) -> str:
+    lines = []
+    for group, set_ in _registers(batch):
+        lines.append(
+            f"xor.b32 a, base, {16 * group}; ld.shared.u32 v{2 * set_}, [a]; ld.shared.u32 v{2 * set_ + 1}, [a + 1024];"
+        )
+    for _, set_ in _registers(batch):
+        for half in (0, 1):  # rows r and r + 8
+            v, low, high = f"v{2 * set_ + half}", f"A{4 * set_ + half}", f"A{4 * set_ + 2 + half}"
+            lines.append(
+                f"""
+                shl.b32 a, {v}, 4; and.b32 a, a, 0x80808080; shl.b32 b, {v}, 2; lop3.b32 {low}, b, 0x1C1C1C1C, a, 0xEA;
+                and.b32 a, {v}, 0x80808080; shr.u32 b, {v}, 2; lop3.b32 {high}, b, 0x1C1C1C1C, a, 0xEA;
+                """
+            )
+    return "\n".join(lines)
+
+
+def _products(batch: int, lo_offset: int) -> str:
+    lines = ["wgmma.fence.sync.aligned;"]
+    for group, set_ in _registers(batch):
+        sums, weights = (", ".join(f"{name}{4 * set_ + i}" for i in range(4)) for name in "dA")
+        for offset, add in ((0, "no"), (lo_offset, "yes")):
+            start = (group // 4 * 1024 + group % 4 * GROUP + offset) >> 4  # descriptors count in 16 bytes
+            lines.append(
+                f"""
+                add.u32 low, parts, {start}; mov.b64 descriptor, {{low, {1 << 30 | 1024 >> 4}}};
+                wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {{{sums}}}, {{{weights}}}, descriptor, {add}, 1, 1;
+                """
+            )
+    lines.append("wgmma.commit_group.sync.aligned;")
+    return "\n".join(lines)
+
+
+def _fold(batch: int, first: bool) -> str:
+    lines = []
+    for group, set_ in _registers(batch):
+        for half in (0, 1):
+            shift = 23 - 8 * (group % 4)  # a scale's code is the exponent field of its float32
+            move = f"shl.b32 e{half}, s{2 * half + group // 4}, {shift};"
+            if shift < 0:
+                move = f"shr.u32 e{half}, s{2 * half + group // 4}, {-shift};"
+            lines.append(f"{move} and.b32 e{half}, e{half}, 0x7F800000; mov.b32 f{half}, e{half};")
+        for i in range(4):
+            term, sum_ = f"d{4 * set_ + i}, f{i // 2}", f"$sums{i}"
+            start = first and group == 0
+            lines.append(f"mul.f32 {sum_}, {term};" if start else f"fma.rn.f32 {sum_}, {term}, {sum_};")
+    return "\n".join(lines)
+
+
+def finish(warpgroups: int, width: int, limit: float | None) -> str:
+    """Adds the warpgroups' sums of a tile in their order, and stores bfloat16 results.
+
+    Two buffers take turns. All warpgroups write their sums; the one whose turn it is waits for the others, adds up and
+    stores, while the others signal and go on. The sums of a thread are those of rows r and r+8 for tokens 2q and 2q+1.
+
+    Operands: `sums`; `count`, tiles of this block before; `partial` in shared memory; `factors`, `pairs` and `slot` as
+    for `split`; `tile`, its number in the slot; `out` in global memory, bfloat16 for every pair; with a limit also
+    `share` there, a float32 for every pair.
+
+    Args:
+        warpgroups: that share a tile, a power of two.
+        width: columns of the output.
+        limit: for a tile of 32 rows of gate and 32 of up: the result is share * silu(min(gate, limit)) * clip(up). None
+            for a plain product.
+    """
+    threads, buffer = warpgroups * WARPGROUP, 4 * ROWS * PITCH
+    rows, tokens = (TILE, 4) if limit is None else (TILE // 2, 2)  # of a tile's output, and of a thread
+    values = ("h",) if limit is None else ("h", "u")
+    lines = [
+        f"""
+        .reg .b32 thread, lane, warp, warpgroup, r, quarter, row, token, parity, ours, turn, bar, a, b, n, pair<4>;
+        .reg .f32 q, x<2>, h<4>, u<4>, share<4>; .reg .b64 at, byte, to<4>; .reg .b16 code; .reg .pred p, there<4>;
+        {_THREAD}
+        shr.u32 warpgroup, thread, 7; shr.u32 r, lane, 2; and.b32 quarter, lane, 3; mad.lo.u32 row, warp, 16, r;
+        and.b32 parity, $count, 1; mad.lo.u32 ours, parity, {warpgroups * buffer}, $partial;
+        mad.lo.u32 a, warpgroup, {4 * ROWS}, $factors; mad.lo.u32 a, quarter, 8, a; ld.shared.v2.f32 {{x0, x1}}, [a];
+        setp.lt.u32 p, $count, 2; @p bra FREE;
+        sub.u32 turn, $count, 2; and.b32 turn, turn, {warpgroups - 1}; setp.eq.u32 p, turn, warpgroup; @p bra FREE;
+        add.u32 bar, parity, {FIRST_NAMED_BARRIER + 2}; bar.sync bar, {threads};
+        FREE:
+        mad.lo.u32 a, warpgroup, {buffer}, ours; mad.lo.u32 a, row, 4, a; mad.lo.u32 a, quarter, {8 * PITCH}, a;
+        mul.f32 q, $sums0, x0; st.shared.f32 [a], q; mul.f32 q, $sums1, x1; st.shared.f32 [a + {4 * PITCH}], q;
+        mul.f32 q, $sums2, x0; st.shared.f32 [a + 32], q; mul.f32 q, $sums3, x1; st.shared.f32 [a + {4 * PITCH + 32}], q;
+        add.u32 bar, parity, {FIRST_NAMED_BARRIER};
+        and.b32 turn, $count, {warpgroups - 1}; setp.eq.u32 p, turn, warpgroup; @p bra MINE;
+        bar.arrive bar, {threads}; bra.uni DONE;
+        MINE:
+        and.b32 a, thread, {WARPGROUP - 1}; and.b32 n, a, {rows - 1}; shr.u32 token, a, {rows.bit_length() - 1};
+        mul.lo.u32 token, token, {tokens}; mad.lo.u32 a, $slot, {ROWS}, token; mul.wide.u32 byte, a, 4;
+        add.u64 at, $pairs, byte;
+        """  # barrier bar: the sums are there; bar + 2: the buffer is free, which who added up knows by itself
+    ]
+    for i in range(tokens):
+        lines.append(
+            f"""
+            ld.global.u32 pair{i}, [at + {4 * i}]; setp.ge.s32 there{i}, pair{i}, 0;
+            mad.lo.u32 a, pair{i}, {width}, n; mad.lo.u32 a, $tile, {rows}, a; mul.wide.u32 byte, a, 2; add.u64 to{i}, $out, byte;
+            """
+        )
+        if limit is not None:
+            lines.append(f"mul.wide.u32 byte, pair{i}, 4; add.u64 byte, byte, $share;")
+            lines.append(f"mov.f32 share{i}, 0f00000000; @there{i} ld.global.f32 share{i}, [byte];")
+    lines.append(f"mad.lo.u32 b, token, {4 * PITCH}, ours; mad.lo.u32 b, n, 4, b; bar.sync bar, {threads};")
+    for warpgroup in range(warpgroups):
+        for i in range(tokens):
+            for offset, value in zip((0, 4 * rows), values, strict=False):
+                address = warpgroup * buffer + 4 * PITCH * i + offset
+                into = "q" if warpgroup else f"{value}{i}"
+                lines.append(f"ld.shared.f32 {into}, [b + {address}];")
+                if warpgroup:
+                    lines.append(f"add.f32 {value}{i}, {value}{i}, q;")
+    lines.append(f"add.u32 bar, bar, 2; bar.arrive bar, {threads};")
+    for i in range(tokens):
+        if limit is not None:
+            lines.append(_swiglu(f"h{i}", f"u{i}", f"share{i}", limit))
+        lines.append(f"cvt.rn.bf16.f32 code, h{i}; @there{i} st.global.b16 [to{i}], code;")
+    lines.append("DONE:")
+    return "\n".join(lines)
+
+
+def _swiglu(gate: str, up: str, share: str, limit: float) -> str:
+    """gate = share * silu(min(gate, limit)) * clip(up, +-limit); both products rounded to bfloat16 before."""
+    bound = _float32(limit)
+    return f"""
+        cvt.rn.bf16.f32 code, {gate}; cvt.u32.u16 a, code; shl.b32 a, a, 16; mov.b32 {gate}, a;
+        cvt.rn.bf16.f32 code, {up}; cvt.u32.u16 a, code; shl.b32 a, a, 16; mov.b32 {up}, a;
+        min.NaN.f32 {gate}, {gate}, {bound}; min.NaN.f32 {up}, {up}, {bound}; max.NaN.f32 {up}, {up}, {_float32(-limit)};
+        mul.f32 q, {gate}, {_float32(-math.log2(math.e))}; ex2.approx.f32 q, q; add.f32 q, q, {_float32(1.0)};
+        div.rn.f32 {gate}, {gate}, q; mul.f32 {gate}, {gate}, {up}; mul.f32 {gate}, {gate}, {share};
+        """
+
+
+def _float32(value: float) -> str:
+    return f"0f{np.float32(value).view(np.uint32):08X}"
