@@ -1,9 +1,9 @@
 """The layer of experts in one launch, for Hopper GPUs: every packed weight is read once and decoded in registers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import NamedTuple
+from functools import cache, cached_property
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from pallas_kernels.block_scaled import BlockScaled
 from pallas_kernels import hopper
 from pallas_kernels.hopper import registers
 from pallas_kernels.mxfp4_experts import ptx as text
-from pallas_kernels.mxfp4_experts.ptx import CHUNK, GROUP, PITCH, ROWS, SCALES, TILE
+from pallas_kernels.mxfp4_experts.ptx import CHUNK_BYTES, GROUP, ROWS, TILE
 from pallas_kernels.mxfp4_experts.reference import Matrices
 
 BLOCKS = 132
@@ -23,9 +23,12 @@ BLOCKS = 132
 WARPGROUPS = 4
 STAGES = 4
 """Chunks of 8 KB that a warpgroup has under way: 128 KB of weights for a multiprocessor."""
+SCALE_BYTES = 4096
+"""Of a warpgroup: of two tiles of the largest width."""
 LARGEST_WIDTH = 4096
 """Columns whose two parts fit into shared memory beside the weights."""
-WIDTH_STEP = WARPGROUPS * CHUNK
+WIDTH_STEP = 2048
+"""Columns of which each warpgroup has two chunks: fewer scales than theirs do not make the 16 bytes of a TMA copy."""
 
 
 class Slots(NamedTuple):
@@ -105,7 +108,16 @@ def mxfp4_experts(
 
 @dataclass(frozen=True)
 class Shape:
-    """What the kernel is compiled for: sizes of the layer, pairs of a row, slots at most, and `reference`'s settings."""
+    """What a kernel is compiled for.
+
+    Attributes:
+        width: d.
+        hidden: f.
+        picks: k, pairs of a row of `x`.
+        pairs: in all.
+        slots: at most.
+        limit, quantised: as for the reference.
+    """
 
     width: int
     hidden: int
@@ -118,19 +130,28 @@ class Shape:
 
 @dataclass(frozen=True)
 class _Product:
-    """One of the two products, cut into tiles of 64 matrix rows and a slot; a block has a range of them.
+    """One of the two products, cut into tiles of 64 matrix rows and a slot.
 
     Attributes:
-        columns: of the matrices.
+        columns: of the matrices, of which each warpgroup has its share.
         outputs: of the product, in all.
-        rows: outputs of a tile: 32 where it holds gate and up, else 64.
+        matrices: whose rows lie in a tile: gate and up, or down alone.
         picks: pairs of an input row.
+        limit: of gate and up; None for a plain product.
+        quantised: the input goes through E4M3.
     """
 
     columns: int
     outputs: int
-    rows: int
+    matrices: int
     picks: int
+    limit: float | None
+    quantised: bool
+
+    @property
+    def rows(self) -> int:
+        """Of each matrix in a tile, which are also the outputs of a tile."""
+        return TILE // self.matrices
 
     @property
     def tiles(self) -> int:
@@ -138,132 +159,266 @@ class _Product:
         return self.outputs // self.rows
 
     @property
-    def share(self) -> int:
-        """Columns of a warpgroup."""
-        return self.columns // WARPGROUPS
+    def groups(self) -> int:
+        """Of a warpgroup's columns."""
+        return self.columns // WARPGROUPS // GROUP
 
     @property
     def chunks(self) -> int:
         """Of a tile, for each warpgroup."""
-        return self.share // CHUNK
+        return self.groups // text.CHUNK_GROUPS
+
+    @property
+    def tiles_ahead(self) -> int:
+        """How far ahead of their use chunks are fetched."""
+        return STAGES // self.chunks
+
+    @property
+    def scale_places(self) -> int:
+        """Of a warpgroup, a tile each: at least those ahead and the one in use; in bytes the same for both products."""
+        return SCALE_BYTES // (TILE * self.groups)
 
 
-_SWIZZLED = (plgpu.TilingTransform((8, CHUNK // 2)), plgpu.SwizzleTransform(CHUNK // 2))
-_SUMS = {"sums": registers(4, jnp.float32)}
+def _products(shape: Shape) -> tuple[_Product, _Product]:
+    up = _Product(shape.width, shape.hidden, 2, shape.picks, shape.limit, shape.quantised)
+    down = _Product(shape.hidden, shape.width, 1, 1, None, shape.quantised)
+    return up, down
+
+
+class _Memory(NamedTuple):
+    """Shared memory of a block. The first four are rings in which every warpgroup has places of its own.
+
+    Attributes:
+        weights: uint8 [places, 64, 128], chunks.
+        scales: uint8 [places, 64, groups], of tiles.
+        weights_there, scales_there: barriers of those places.
+        parts, notes: of the slot in work, see `ptx.split`.
+        partial: float32, sums of the warpgroups, see `ptx.finish`.
+    """
+
+    weights: Any
+    scales: Any
+    weights_there: Any
+    scales_there: Any
+    parts: Any
+    notes: Any
+    partial: Any
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A product as a block does it; every method is traced into the kernel.
+
+    Attributes:
+        product: which.
+        matrices: its payloads and scales, in global memory.
+        rows: bfloat16, what it is the product with.
+        shares: float32, for each pair.
+        out: bfloat16, for each pair.
+        slots: as `Slots`, in global memory.
+        memory: of the block.
+        parts_bytes: in it, for a warpgroup.
+    """
+
+    product: _Product
+    matrices: Sequence[tuple[Any, Any]]
+    rows: Any
+    shares: Any
+    out: Any
+    slots: Slots
+    memory: _Memory
+    parts_bytes: int
+
+    @cached_property
+    def range(self) -> tuple[jax.Array, jax.Array]:
+        """The block's first tile, and the one after its last."""
+        tiles = self.slots.experts[self.slots.pairs.shape[0]] * self.product.tiles
+        block = lax.axis_index("block")
+        return block * tiles // BLOCKS, (block + 1) * tiles // BLOCKS
+
+    @cached_property
+    def first_experts(self) -> list[jax.Array]:
+        """Of the tiles that are fetched before any is used. Read early: under load, a number takes microseconds."""
+        return [self.expert(self.range[0] + ahead) for ahead in range(self.product.tiles_ahead)]
+
+    def slot(self, tile: jax.Array) -> jax.Array:
+        """Of a tile; a slot, too, for tiles beyond the last."""
+        return jnp.minimum(tile // self.product.tiles, self.slots.pairs.shape[0] - 1)
+
+    def expert(self, tile: jax.Array) -> jax.Array:
+        """Of a tile."""
+        return self.slots.experts[self.slot(tile)]
+
+    def fetch(self, index: jax.Array | int, expert: jax.Array, chunk: int) -> None:
+        """Starts the copies of a chunk of this warpgroup, with the first one of a tile its scales; `index` of tiles."""
+        product, memory, warpgroup = self.product, self.memory, lax.axis_index("warpgroup")
+        tile = self.range[0] + index
+        here = pl.ds(tile % product.tiles * product.rows, product.rows)
+        column, place = warpgroup * product.chunks + chunk, self.place(index, chunk)
+
+        @pl.when(tile < self.range[1])
+        def _() -> None:
+            for number, (payload, scales) in enumerate(self.matrices):
+                there = pl.ds(number * product.rows, product.rows)
+                if chunk == 0:
+                    groups, ring = pl.ds(warpgroup * product.groups, product.groups), self.scales_place(index)
+                    source, target = scales.at[expert, here, groups], memory.scales.at[ring, there]
+                    plgpu.copy_gmem_to_smem(source, target, memory.scales_there.at[ring])
+                source = payload.at[expert, here, pl.ds(column * CHUNK_BYTES, CHUNK_BYTES)]
+                plgpu.copy_gmem_to_smem(source, memory.weights.at[place, there], memory.weights_there.at[place])
+
+    def fetch_first(self) -> None:
+        """As many chunks as the ring takes."""
+        for ahead, expert in enumerate(self.first_experts):
+            for chunk in range(self.product.chunks):
+                self.fetch(ahead, expert, chunk)
+
+    def place(self, index: jax.Array | int, chunk: int) -> jax.Array:
+        """In the ring of weights."""
+        turn = index % self.product.tiles_ahead
+        return lax.axis_index("warpgroup") * STAGES + turn * self.product.chunks + chunk
+
+    def scales_place(self, index: jax.Array | int) -> jax.Array:
+        """In the ring of scales."""
+        places = self.product.scale_places
+        return lax.axis_index("warpgroup") * places + index % places
+
+    def load(self, slot: jax.Array) -> jax.Array:
+        """Starts loading the rows of a slot into registers."""
+        block = text.load(self.product.groups, WARPGROUPS, self.product.picks)
+        operands = {"rows": self.rows, "pairs": self.slots.pairs, "shares": self.shares, "slot": slot}
+        (loaded,) = hopper.run(block, {"loaded": registers(text.LOADED, jnp.uint32)}, **operands)
+        return loaded
+
+    def split(self, loaded: jax.Array) -> None:
+        """Makes them the rows in work."""
+        hopper.warpgroup_barrier()  # the notes of the slot before have been read
+        block = text.split(self.product.groups, self.parts_bytes, self.product.quantised)
+        hopper.run(block, loaded=loaded, parts=self.memory.parts, notes=self.memory.notes)
+        hopper.warpgroup_barrier()
+
+    def run(self, count: jax.Array) -> None:
+        """All tiles of the block, whose first rows are in work; `count` tiles were done before."""
+        product, (first, last) = self.product, self.range
+
+        def one_tile(index: jax.Array, slot_before: jax.Array) -> jax.Array:
+            slot = self.slot(first + index)
+            pl.when(slot != slot_before)(lambda: self.split(self.load(slot)))
+            expert = self.expert(first + index + product.tiles_ahead)
+            plgpu.barrier_wait(self.memory.scales_there.at[self.scales_place(index)])
+            sums = None
+            for chunk in range(product.chunks):
+                sums = self.multiply(index, chunk, sums)
+                self.fetch(index + product.tiles_ahead, expert, chunk)
+            block = text.finish(WARPGROUPS, product.outputs, product.limit)
+            numbers = {"count": count + index, "tile": (first + index) % product.tiles}
+            hopper.run(
+                block, sums=sums, partial=self.memory.partial, notes=self.memory.notes, out=self.out, **numbers
+            )
+            return slot
+
+        lax.fori_loop(0, last - first, one_tile, self.slot(first))
+
+    def multiply(self, index: jax.Array, chunk: int, sums: jax.Array | None) -> jax.Array:
+        """The sums with those of another chunk, whose place is free afterwards."""
+        memory, place = self.memory, self.place(index, chunk)
+        plgpu.barrier_wait(memory.weights_there.at[place])
+        block = text.multiply(chunk, self.product.groups, self.parts_bytes, sums is None)
+        operands = {} if sums is None else {"sums": sums}
+        (sums,) = hopper.run(
+            block,
+            {"sums": registers(4, jnp.float32)},
+            weights=(memory.weights, _SWIZZLED),
+            place=place,
+            scales=memory.scales,
+            scales_place=self.scales_place(index),
+            parts=memory.parts,
+            **operands,
+        )
+        hopper.warpgroup_barrier()
+        return sums
+
+
+_SWIZZLED = (plgpu.TilingTransform((8, CHUNK_BYTES)), plgpu.SwizzleTransform(CHUNK_BYTES))
 
 
 @cache
 def layer(shape: Shape) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """The kernel: f(x, weights, *slots, and payload and scales of gate, up and down) -> (hidden, outputs).
+    """The kernel: f(x, shares, *slots, and payload and scales of gate, up and down) -> (hidden, outputs).
 
-    x bf16 [N, d], weights f32 [P]; hidden bf16 [P, f] and outputs bf16 [P, d] for every pair of a slot, and undefined
-    for the others.
+    x bfloat16 [N, d] and shares float32 [P]; hidden [P, f] and outputs [P, d] are bfloat16, for every pair of a slot,
+    and undefined for the others.
 
     The blocks stay for both products. In either, a block goes through its tiles and its four warpgroups share the
     columns: each fetches its weights for itself, some chunks ahead, multiplies them, and the four sums of a tile are
     added in a fixed order. Between the products all blocks wait for each other, with the first weights of the second
     one under way.
     """
-    up = _Product(shape.width, shape.hidden, TILE // 2, shape.picks)
-    down = _Product(shape.hidden, shape.width, TILE, 1)
-    parts_bytes = 2 * ROWS * max(up.share, down.share)
+    up, down = _products(shape)
 
-    def body(x, weights, experts, pairs, gate, gate_s, up_w, up_s, down_w, down_s, hidden, outputs, *scratch):
-        ring, ring_scales, parts, factors, partial, filled = scratch
+    def body(x, shares, experts, pairs, gate, gate_scales, up_payload, up_scales, *rest):  # noqa: ANN001, ANN002, ANN202
+        down_payload, down_scales, hidden, outputs, *scratch = rest
         barrier = pl.get_global(plgpu.SemaphoreType.REGULAR)
-        block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-        used = experts[shape.slots]
+        slots = Slots(experts, pairs)
+        first, second = _memories(scratch)
+        gate_up = (gate, gate_scales), (up_payload, up_scales)
+        work = _Work(up, gate_up, x, shares, hidden, slots, first, _parts_bytes(shape))
+        after = _Work(
+            down, ((down_payload, down_scales),), hidden, shares, outputs, slots, second, _parts_bytes(shape)
+        )
+        _ = after.first_experts
+        loaded = work.load(work.slot(work.range[0]))  # before the weights, behind which it would queue
+        work.fetch_first()
+        work.split(loaded)
+        work.run(jnp.int32(0))
+        hopper.warpgroup_barrier()
+        hopper.run(text.SIGNAL, barrier=barrier)
+        after.fetch_first()
+        hopper.run(text.wait(BLOCKS * WARPGROUPS), barrier=barrier)
+        hopper.warpgroup_barrier()
+        after.split(after.load(after.slot(after.range[0])))
+        after.run(work.range[1] - work.range[0])
 
-        def run(product, halves, rows, out, count, wait):
-            """All tiles of this block; `count` were done before, and `wait()` returns once the rows are there."""
-            tiles = used * product.tiles
-            first, last = block * tiles // BLOCKS, (block + 1) * tiles // BLOCKS
+    out = [jax.ShapeDtypeStruct((shape.pairs, size), jnp.bfloat16) for size in (shape.hidden, shape.width)]
+    return _kernel(body, out, shape)
 
-            def place(number):
-                """In the ring, of a chunk of this warpgroup by its number in the product."""
-                return warpgroup * STAGES + number % STAGES
 
-            def fetch(tile, expert, number, chunk):
-                row = tile % product.tiles * product.rows
-                column = warpgroup * product.chunks + chunk
-                at = place(number)
-                for half, (payload, scales, offset) in enumerate(halves):
-                    here, there = pl.ds(row + offset, 32), pl.ds(32 * half, 32)
-                    bytes_, groups = pl.ds(column * (CHUNK // 2), CHUNK // 2), pl.ds(column // 2 * SCALES, SCALES)
-                    plgpu.copy_gmem_to_smem(payload.at[expert, here, bytes_], ring.at[at, there], filled.at[at])
-                    plgpu.copy_gmem_to_smem(scales.at[expert, here, groups], ring_scales.at[at, there], filled.at[at])
+def _memories(scratch: Sequence[Any]) -> tuple[_Memory, _Memory]:
+    """For the first and the second product, which share all but the barriers."""
+    weights, scales, *barriers, parts, notes, partial = scratch
+    first, second = (
+        _Memory(weights, scales[i], *barriers[2 * i : 2 * i + 2], parts, notes, partial) for i in (0, 1)
+    )
+    return first, second
 
-            def expert_of(tile):
-                return experts[jnp.minimum(tile // product.tiles, shape.slots - 1)]
 
-            def split(slot):
-                groups = product.share // GROUP
-                block_text = text.split(groups, WARPGROUPS, product.picks, parts_bytes, shape.quantised)
-                hopper.run(block_text, rows=rows, pairs=pairs, slot=slot, parts=parts, factors=factors)
-                hopper.warpgroup_barrier()
+def _parts_bytes(shape: Shape) -> int:
+    return 2 * ROWS * max(shape.width, shape.hidden) // WARPGROUPS
 
-            for number in range(STAGES):
-                tile = first + number // product.chunks
-                pl.when(tile < last)(
-                    lambda tile=tile, number=number: fetch(tile, expert_of(tile), number, number % product.chunks)
-                )
-            wait()
 
-            def one_tile(index, slot_before):
-                tile = first + index
-                slot = tile // product.tiles
-                pl.when(slot != slot_before)(lambda: split(slot))
-                sums = None
-                for chunk in range(product.chunks):
-                    number = index * product.chunks + chunk
-                    ahead, next_chunk = divmod(chunk + STAGES, product.chunks)
-                    expert = expert_of(tile + ahead)
-                    plgpu.barrier_wait(filled.at[place(number)])
-                    before = {} if sums is None else {"sums": sums}
-                    block_text = text.multiply(chunk, product.share // GROUP, parts_bytes, sums is None)
-                    (sums,) = hopper.run(
-                        block_text, _SUMS, weights=(ring, _SWIZZLED), scales=ring_scales, ring=place(number), parts=parts, **before
-                    )
-                    hopper.warpgroup_barrier()
-                    pl.when(tile + ahead < last)(lambda: fetch(tile + ahead, expert, number, next_chunk))
-                fused = {"share": weights} if product is up else {}
-                hopper.run(
-                    text.finish(WARPGROUPS, product.outputs, shape.limit if product is up else None),
-                    sums=sums, count=count + index, partial=partial, factors=factors, pairs=pairs, slot=slot,
-                    tile=tile % product.tiles, out=out, **fused,
-                )
-                return slot
-
-            lax.fori_loop(0, last - first, one_tile, jnp.int32(-1))
-            return count + last - first
-
-        def hidden_is_there():
-            hopper.warpgroup_barrier()
-            pl.semaphore_signal(barrier, 1)
-            pl.semaphore_wait(barrier, BLOCKS * WARPGROUPS, decrement=False)
-
-        gate_up = (gate, gate_s, 0), (up_w, up_s, 0)
-        count = run(up, gate_up, x, hidden, jnp.int32(0), lambda: None)
-        run(down, ((down_w, down_s, 0), (down_w, down_s, 32)), hidden, outputs, count, hidden_is_there)
-
-    chunks = WARPGROUPS * STAGES
+def _kernel(body: Callable[..., None], out: Sequence[jax.ShapeDtypeStruct], shape: Shape) -> Callable[..., Any]:
+    products = _products(shape)
+    places = WARPGROUPS * STAGES
+    scales = [plgpu.SMEM((WARPGROUPS * p.scale_places, TILE, p.groups), jnp.uint8) for p in products]
+    barriers = [
+        plgpu.Barrier(num_arrivals=product.matrices, num_barriers=count)
+        for product in products
+        for count in (places, WARPGROUPS * product.scale_places)
+    ]
     return plgpu.kernel(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct((shape.pairs, shape.hidden), jnp.bfloat16),
-            jax.ShapeDtypeStruct((shape.pairs, shape.width), jnp.bfloat16),
-        ),
+        out_type=tuple(out),
         grid=(BLOCKS,),
         grid_names=("block",),
         num_threads=WARPGROUPS,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((chunks, TILE, CHUNK // 2), jnp.uint8, transforms=_SWIZZLED),
-            plgpu.SMEM((chunks, TILE, SCALES), jnp.uint8),
-            plgpu.SMEM((WARPGROUPS, parts_bytes), jnp.uint8),
-            plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
-            plgpu.SMEM((2 * WARPGROUPS * ROWS, PITCH), jnp.float32),
-            plgpu.Barrier(num_arrivals=4, num_barriers=chunks),
+            plgpu.SMEM((places, TILE, CHUNK_BYTES), jnp.uint8, transforms=_SWIZZLED),
+            plgpu.RefUnion(*scales),
+            *barriers,
+            plgpu.SMEM((WARPGROUPS, _parts_bytes(shape)), jnp.uint8),
+            plgpu.SMEM((WARPGROUPS * text.NOTES,), jnp.uint8),
+            plgpu.SMEM((2 * WARPGROUPS * ROWS, text.PITCH), jnp.float32),
         ],
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup

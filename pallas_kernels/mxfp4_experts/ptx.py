@@ -15,11 +15,13 @@ ROWS = 8
 """Token rows of a slot: the N side of wgmma."""
 TILE = 64
 """Matrix rows of a tile: the M side of wgmma."""
-CHUNK = 256
-"""Columns of a tile that a warpgroup takes at once: 128 bytes, eight groups of 32 that share a scale."""
 GROUP = 32
-SCALES = 16
-"""Bytes of a row's scales that come with a chunk, those of two neighbours: TMA counts in 16 bytes."""
+"""Columns that share a scale."""
+CHUNK_GROUPS = 8
+"""Groups of a tile that a warpgroup takes at once."""
+CHUNK_BYTES = CHUNK_GROUPS * GROUP // 2
+NOTES = 4 * 3 * ROWS
+"""Bytes that a warpgroup notes about the rows of its slot."""
 PITCH = TILE + 4
 """Floats between two token rows of partial sums, so that a warp's stores meet no bank twice."""
 
@@ -27,130 +29,159 @@ _BATCH = 4  # groups whose products are under way while the next ones are decode
 _THREAD = "mov.u32 thread, %tid.x; and.b32 lane, thread, 31; shr.u32 warp, thread, 5; and.b32 warp, warp, 3;"
 
 
-def split(groups: int, warpgroups: int, picks: int, parts_bytes: int, quantised: bool) -> str:
-    """Rows of a slot as hi + lo, both e4m3, over a power of two for each row of this warpgroup's columns.
+LOADED = 36
+"""Registers of a thread in which `load` leaves two rows' words, pairs and shares."""
+
+
+def load(groups: int, warpgroups: int, picks: int) -> str:
+    """A slot's rows into registers: a warp has two rows, and a lane one group of 32 columns in each.
+
+    Operands: `rows`, bfloat16 in global memory; `pairs`, there, eight numbers for each slot, below 0 for none; `shares`,
+    there, a float32 for every pair; `slot`. Result: `loaded`.
+
+    Args:
+        groups: of a warpgroup's columns, at most 32.
+        warpgroups: that share a row.
+        picks: pairs of a row.
+    """
+    lines = [
+        f"""
+        .reg .b32 thread, lane, warp, warpgroup, a; .reg .b64 from, byte; .reg .pred there, mine;
+        {_THREAD} shr.u32 warpgroup, thread, 7; setp.lt.u32 mine, lane, {groups};
+        shl.b32 a, warp, 1; mad.lo.u32 a, $slot, {ROWS}, a; mul.wide.u32 byte, a, 4; add.u64 from, $pairs, byte;
+        ld.global.v2.u32 {{$loaded32, $loaded33}}, [from];
+        """
+    ]
+    for half in (0, 1):
+        pair, share, first = f"$loaded{32 + half}", f"$loaded{34 + half}", 16 * half
+        lines.append(
+            f"""
+            setp.ge.s32 there, {pair}, 0; mov.b32 {share}, 0; mul.wide.s32 byte, {pair}, 4;
+            add.u64 from, $shares, byte; @there ld.global.u32 {share}, [from]; and.pred there, there, mine;
+            div.u32 a, {pair}, {picks}; mul.wide.u32 byte, a, {2 * groups * GROUP * warpgroups};
+            add.u64 from, $rows, byte; mad.lo.u32 a, warpgroup, {groups}, lane; mul.wide.u32 byte, a, {2 * GROUP};
+            add.u64 from, from, byte;
+            """
+        )
+        lines += [f"mov.b32 $loaded{first + i}, 0;" for i in range(16)]
+        for i in range(0, 16, 4):
+            vector = ", ".join(f"$loaded{first + i + j}" for j in range(4))
+            lines.append(f"@there ld.global.v4.u32 {{{vector}}}, [from + {4 * i}];")
+    return "\n".join(lines)
+
+
+def split(groups: int, parts_bytes: int, quantised: bool) -> str:
+    """What `load` loaded as hi + lo, both e4m3, over a power of two for each row of this warpgroup's columns.
 
     hi is the row rounded to four significant bits and lo the rest of it, so eight bits of bfloat16 survive; the error
     is at most 2^-17 of the largest number of the row. Rows that are missing become zeros; a row that is not finite gets
     a factor that is not a number.
 
-    A lane takes one group of 32 columns, and stores its 16 even columns before its 16 odd ones, as the nibbles of a
-    weight come. Where they lie: 8 rows of hi, then 8 of lo; of either 1024 bytes for every 128 columns, row after row,
-    in which the 16-byte piece j of row r is at j xor r (the 128-byte swizzle).
+    A lane stores its 16 even columns before its 16 odd ones, as the nibbles of a weight come. Where they lie: 8 rows of
+    hi, then 8 of lo; of either 1024 bytes for every 128 columns, row after row, in which the 16-byte piece j of row r
+    is at j xor r (the 128-byte swizzle).
 
-    Operands: `rows`, bfloat16 in global memory; `pairs`, there, eight numbers for each slot, below 0 for none; `slot`;
-    `parts` and `factors` (eight float32 a warpgroup) in shared memory.
+    Operands: `loaded`; `parts` in shared memory, and `notes`, there, for each warpgroup the pairs of the slot, the
+    factors of their rows and their shares, eight words each.
 
     Args:
-        groups: of a warpgroup's columns.
-        warpgroups: that share a row.
-        picks: pairs of a row.
+        groups: as for `load`.
         parts_bytes: of shared memory between the parts of two warpgroups.
         quantised: the numbers first go through e4m3 with one power of two for 128 columns.
     """
-    turns = -(-groups // 32)
+    words = [[f"w{half}_{i}" for i in range(16)] for half in (0, 1)]
     lines = [
         f"""
-        .reg .b32 thread, lane, warp, warpgroup, parts, row, pair, m0, most, inverse, factor, at, a, piece, e, back;
-        .reg .b32 w<{16 * turns}>, h<8>, l<8>; .reg .b64 from, byte; .reg .b16 low, high, c<2>;
-        .reg .f32 y<2>, z<2>, scale, unscale; .reg .pred there, mine, finite, up;
-        {_THREAD} shr.u32 warpgroup, thread, 7; mad.lo.u32 parts, warpgroup, {parts_bytes}, $parts;
+        .reg .b32 thread, lane, warp, warpgroup, notes, parts, first, row, a, at, piece, back, e;
+        .reg .b32 most, inverse, factor, {", ".join(words[0] + words[1])}, h<8>, l<8>;
+        .reg .b16 low, high, c<4>; .reg .f32 y<2>, z<4>, scale, unscale; .reg .pred there, mine, leader, finite, up;
+        {_THREAD} shr.u32 warpgroup, thread, 7; shl.b32 first, warp, 1; setp.eq.u32 leader, lane, 0;
+        setp.lt.u32 mine, lane, {groups}; mad.lo.u32 parts, warpgroup, {parts_bytes}, $parts;
+        mad.lo.u32 notes, warpgroup, {NOTES}, $notes; mad.lo.u32 notes, first, 4, notes;
         """
     ]
+    lines += [f"mov.b32 {word}, $loaded{i};" for i, word in enumerate(words[0] + words[1])]
     for half in (0, 1):
+        lines += [f"mov.b32 {part}{i}, 0;" for part in "hl" for i in range(8)]
+        lines.append(f"mov.b32 factor, 0; setp.ge.s32 there, $loaded{32 + half}, 0; @!there bra.uni STORE{half};")
+        if quantised:
+            lines.append(_quantise(words[half]))
+        lines.append(_largest(words[half]))
         lines.append(
             f"""
-            shl.b32 row, warp, 1; add.u32 row, row, {half};
-            mad.lo.u32 a, $slot, {ROWS}, row; mul.wide.u32 byte, a, 4; add.u64 from, $pairs, byte;
-            ld.global.u32 pair, [from]; setp.ge.s32 there, pair, 0; div.u32 pair, pair, {picks};
-            mul.wide.u32 byte, pair, {2 * groups * GROUP * warpgroups}; add.u64 from, $rows, byte;
-            mad.lo.u32 a, warpgroup, {groups}, lane; mul.wide.u32 byte, a, {2 * GROUP}; add.u64 from, from, byte;
-            mov.b32 most, 0;
+            redux.sync.max.u32 most, most, 0xFFFFFFFF; shl.b32 most, most, 16; max.u32 most, most, 0x0D800000;
+            and.b32 most, most, 0x7F800000; setp.ne.u32 finite, most, 0x7F800000; sub.u32 inverse, {261 << 23}, most;
+            mov.b32 scale, inverse; sub.u32 factor, most, {1 << 23}; selp.b32 factor, factor, 0x7FC00000, finite;
+            """  # 2^7 over the row's power of two; back by 2^-7, and by 2^6 because e2m1 bits are read as e4m3 numbers
+        )
+        lines += [_part(words[half][4 * i : 4 * i + 4], i) for i in range(4)]
+        lines.append(
+            f"""
+            STORE{half}:
+            add.u32 row, first, {half}; mad.lo.u32 at, row, 128, parts; shr.u32 a, lane, 2; mad.lo.u32 at, a, 1024, at;
+            and.b32 piece, lane, 3; shl.b32 piece, piece, 1; xor.b32 piece, piece, row;
             """
         )
-        for turn in range(turns):
-            word = 16 * turn
-            lines.append(f"setp.lt.and.u32 mine, lane, {groups - 32 * turn}, there;")
-            lines += [f"mov.b32 w{word + i}, 0;" for i in range(16)]
-            for i in range(0, 16, 4):
-                vector = ", ".join(f"w{word + i + j}" for j in range(4))
-                lines.append(f"@mine ld.global.v4.u32 {{{vector}}}, [from + {2048 * turn + 4 * i}];")
-        for turn in range(turns):
-            word = 16 * turn
-            if quantised:
-                lines.append(_quantise(word))
-            lines += [f"and.b32 a, w{word + i}, 0x7FFF7FFF; max.u16x2 most, most, a;" for i in range(16)]
-        lines.append(
-            f"""
-            shr.u32 a, most, 16; and.b32 most, most, 0xFFFF; max.u32 most, most, a;
-            redux.sync.max.u32 most, most, 0xFFFFFFFF;
-            shl.b32 most, most, 16; max.u32 most, most, 0x0D800000; and.b32 most, most, 0x7F800000;
-            setp.ne.u32 finite, most, 0x7F800000; sub.u32 inverse, {(254 + 7) << 23}, most;
-            sub.u32 factor, most, {1 << 23}; selp.b32 factor, factor, 0x7FC00000, finite;
-            mad.lo.u32 a, warpgroup, {ROWS}, row; mad.lo.u32 a, a, 4, $factors; st.shared.b32 [a], factor; mov.b32 scale, inverse;
-            """  # factor: 2^-7 to come back, and 2^6 because e2m1 bits are read as e4m3 numbers
-        )
-        for turn in range(turns):
-            lines.append(f"setp.lt.u32 mine, lane, {groups - 32 * turn};")
-            lines += [_part_pair(16 * turn + 2 * i, i) for i in range(8)]
+        for even in (0, 4):
+            lines.append("mad.lo.u32 a, piece, 16, at; xor.b32 piece, piece, 1;")
             for part, offset in (("h", 0), ("l", groups * GROUP * ROWS)):
-                lines.append(
-                    f"""
-                    shl.b32 a, row, 7; add.u32 at, parts, a; shr.u32 a, lane, 2; shl.b32 a, a, 10; add.u32 at, at, a;
-                    and.b32 piece, lane, 3; shl.b32 piece, piece, 1; xor.b32 piece, piece, row; shl.b32 a, piece, 4;
-                    add.u32 a, at, a; @mine st.shared.v4.u32 [a + {offset + 8192 * turn}], {{{part}0, {part}1, {part}2, {part}3}};
-                    xor.b32 piece, piece, 1; shl.b32 a, piece, 4;
-                    add.u32 a, at, a; @mine st.shared.v4.u32 [a + {offset + 8192 * turn}], {{{part}4, {part}5, {part}6, {part}7}};
-                    """
-                )
+                vector = ", ".join(f"{part}{even + i}" for i in range(4))
+                lines.append(f"@mine st.shared.v4.u32 [a + {offset}], {{{vector}}};")
+        for i, note in enumerate((f"$loaded{32 + half}", "factor", f"$loaded{34 + half}")):
+            lines.append(f"@leader st.shared.u32 [notes + {4 * (i * ROWS + half)}], {note};")
     lines.append("fence.proxy.async.shared::cta;")  # the tensor cores read what ordinary stores wrote
     return "\n".join(lines)
 
 
-def _part_pair(word: int, index: int) -> str:
-    """hi and lo of four columns, two of each parity, in 16 bits of each of four registers."""
+def _largest(words: list[str]) -> str:
+    """most = the largest magnitude of bfloat16 pairs, as bits."""
+    lines = ["mov.b32 most, 0;"] + [f"and.b32 a, {word}, 0x7FFF7FFF; max.u16x2 most, most, a;" for word in words]
+    return "\n".join([*lines, "shr.u32 a, most, 16; and.b32 most, most, 0xFFFF; max.u32 most, most, a;"])
+
+
+def _part(words: list[str], index: int) -> str:
+    """hi and lo of eight columns, four of each parity, in one register each.
+
+    hi = c - (c - y) with c = (2^20 + 1) y is y rounded to 4 of its 24 bits (Veltkamp); far cheaper than a conversion
+    there and back.
+    """
     lines = []
-    for parity, first in ((0, 0), (1, 4)):
-        half, register = index % 2, first + index // 2
-        value = "shl.b32 a, w{}, 16;" if parity == 0 else "and.b32 a, w{}, 0xFFFF0000;"
-        for i in (0, 1):
-            lines.append(f"{value.format(word + i)} mov.b32 y{i}, a; mul.f32 y{i}, y{i}, scale;")
-        lines.append(
-            f"""
-            cvt.rn.satfinite.e4m3x2.f32 c0, y1, y0; cvt.rn.f16x2.e4m3x2 back, c0; mov.b32 {{low, high}}, back;
-            cvt.f32.f16 z0, low; cvt.f32.f16 z1, high; sub.f32 y0, y0, z0; sub.f32 y1, y1, z1;
-            cvt.rn.satfinite.e4m3x2.f32 c1, y1, y0;
-            """
-        )
-        for part, code in (("h", "c0"), ("l", "c1")):
-            if half == 0:
-                lines.append(f"cvt.u32.u16 {part}{register}, {code};")
-            else:
-                lines.append(f"cvt.u32.u16 a, {code}; shl.b32 a, a, 16; or.b32 {part}{register}, {part}{register}, a;")
+    for move, register in (("shl.b32 a, {}, 16;", index), ("and.b32 a, {}, 0xFFFF0000;", 4 + index)):
+        for pair in (0, 1):
+            for i, word in enumerate(words[2 * pair : 2 * pair + 2]):
+                lines.append(
+                    f"""
+                    {move.format(word)} mov.b32 y{i}, a; mul.f32 y{i}, y{i}, scale;
+                    mul.rn.f32 z{i}, y{i}, {_float32(2**20 + 1)}; sub.rn.f32 z{2 + i}, z{i}, y{i};
+                    sub.rn.f32 z{i}, z{i}, z{2 + i}; sub.rn.f32 y{i}, y{i}, z{i};
+                    """
+                )
+            lines.append(
+                f"cvt.rn.satfinite.e4m3x2.f32 c{pair}, z1, z0; cvt.rn.satfinite.e4m3x2.f32 c{2 + pair}, y1, y0;"
+            )
+        lines.append(f"mov.b32 h{register}, {{c0, c1}}; mov.b32 l{register}, {{c2, c3}};")
     return "\n".join(lines)
 
 
-def _quantise(word: int) -> str:
-    """Sixteen registers of bfloat16 pairs through e4m3, with one power of two for the columns of four lanes."""
-    lines = ["mov.b32 m0, 0;"]
-    lines += [f"and.b32 a, w{word + i}, 0x7FFF7FFF; max.u16x2 m0, m0, a;" for i in range(16)]
+def _quantise(words: list[str]) -> str:
+    """bfloat16 pairs through e4m3, with one power of two for the columns of four lanes."""
+    lines = [_largest(words)]
     lines.append(
         f"""
-        shr.u32 a, m0, 16; and.b32 m0, m0, 0xFFFF; max.u32 m0, m0, a;
-        shfl.sync.bfly.b32 a, m0, 1, 31, 0xFFFFFFFF; max.u32 m0, m0, a;
-        shfl.sync.bfly.b32 a, m0, 2, 31, 0xFFFFFFFF; max.u32 m0, m0, a; shl.b32 m0, m0, 16;
-        mov.b32 y0, m0; max.f32 y0, y0, {_float32(1e-4)}; mul.rn.f32 y0, y0, {_float32(1 / 448)}; mov.b32 e, y0;
+        shfl.sync.bfly.b32 a, most, 1, 31, 0xFFFFFFFF; max.u32 most, most, a;
+        shfl.sync.bfly.b32 a, most, 2, 31, 0xFFFFFFFF; max.u32 most, most, a; shl.b32 most, most, 16;
+        mov.b32 y0, most; max.NaN.f32 y0, y0, {_float32(1e-4)}; mul.rn.f32 y0, y0, {_float32(1 / 448)}; mov.b32 e, y0;
         and.b32 a, e, 0x7FFFFF; and.b32 e, e, 0x7F800000; setp.ne.u32 up, a, 0; @up add.u32 e, e, 0x800000;
         mov.b32 scale, e; sub.u32 e, 0x7F000000, e; mov.b32 unscale, e;
-        """  # the floor 1e-4 and 1/448, then ceil(log2) off the bits
+        """  # ceil(log2) off the bits, as `power_of_two_scale_exponent`
     )
-    for i in range(16):
+    for word in words:
         lines.append(
             f"""
-            shl.b32 a, w{word + i}, 16; mov.b32 y0, a; and.b32 a, w{word + i}, 0xFFFF0000; mov.b32 y1, a;
+            shl.b32 a, {word}, 16; mov.b32 y0, a; and.b32 a, {word}, 0xFFFF0000; mov.b32 y1, a;
             mul.f32 y0, y0, unscale; mul.f32 y1, y1, unscale; cvt.rn.satfinite.e4m3x2.f32 c0, y1, y0;
             cvt.rn.f16x2.e4m3x2 back, c0; mov.b32 {{low, high}}, back; cvt.f32.f16 y0, low; cvt.f32.f16 y1, high;
-            mul.f32 y0, y0, scale; mul.f32 y1, y1, scale; cvt.rn.bf16x2.f32 w{word + i}, y1, y0;
+            mul.f32 y0, y0, scale; mul.f32 y1, y1, scale; cvt.rn.bf16x2.f32 {word}, y1, y0;
             """
         )
     return "\n".join(lines)
@@ -164,8 +195,8 @@ def multiply(chunk: int, groups: int, parts_bytes: int, first: bool) -> str:
     bytes 4q to 4q+3 of the group in rows r and r+8, which is just its part of the operand: low nibbles are the even
     columns. An e2m1 number becomes e4m3 by moving bits, exactly, as its value times 2^-6.
 
-    Operands: `weights` and `scales` in shared memory, rings of chunks, of which this is number `ring`; `parts` as for
-    `split`; `sums`, a result too, and an operand unless `first`.
+    Operands: `weights` and `scales` in shared memory, rings of chunks and of tiles' scales, of which these are number
+    `place` and `scales_place`; `parts` as for `split`; `sums`, a result too, and an operand unless `first`.
 
     Args:
         chunk: number of the chunk in the tile.
@@ -173,19 +204,20 @@ def multiply(chunk: int, groups: int, parts_bytes: int, first: bool) -> str:
         first: the sums begin at zero.
     """
     sets = 2 * _BATCH
-    chunks, batches = groups * GROUP // CHUNK, CHUNK // GROUP // _BATCH
+    batches = CHUNK_GROUPS // _BATCH
     lines = [
         f"""
         .reg .b32 thread, lane, warp, warpgroup, parts, r, row, quarter, base, at, a, b, low, s<4>, e<2>, v<{2 * sets}>, A<{4 * sets}>;
         .reg .f32 f<2>, d<{4 * sets}>; .reg .b64 descriptor; .reg .pred no, yes;
         setp.ne.b32 no, 0, 0; setp.eq.b32 yes, 0, 0; {_THREAD}
         shr.u32 warpgroup, thread, 7; mad.lo.u32 parts, warpgroup, {parts_bytes}, $parts;
-        add.u32 parts, parts, {chunk * ROWS * CHUNK}; shr.u32 parts, parts, 4;
-        shr.u32 r, lane, 2; and.b32 quarter, lane, 3; mad.lo.u32 row, warp, 16, r; mad.lo.u32 row, $ring, {TILE}, row;
-        mad.lo.u32 base, row, {CHUNK // 2}, $weights; mad.lo.u32 base, quarter, 4, base; mad.lo.u32 base, r, 16, base;
-        mad.lo.u32 at, row, {SCALES}, $scales; mad.lo.u32 a, warpgroup, {chunks}, {chunk}; and.b32 a, a, 1;
-        mad.lo.u32 at, a, {SCALES // 2}, at; ld.shared.v2.u32 {{s0, s1}}, [at];
-        ld.shared.v2.u32 {{s2, s3}}, [at + {8 * SCALES}];
+        add.u32 parts, parts, {chunk * CHUNK_GROUPS * GROUP * ROWS}; shr.u32 parts, parts, 4;
+        shr.u32 r, lane, 2; and.b32 quarter, lane, 3; mad.lo.u32 row, warp, 16, r;
+        mad.lo.u32 a, $place, {TILE}, row; mad.lo.u32 base, a, {CHUNK_BYTES}, $weights;
+        mad.lo.u32 base, quarter, 4, base; mad.lo.u32 base, r, 16, base;
+        mad.lo.u32 a, $scales_place, {TILE}, row; mad.lo.u32 at, a, {groups}, $scales;
+        ld.shared.v2.u32 {{s0, s1}}, [at + {chunk * CHUNK_GROUPS}];
+        ld.shared.v2.u32 {{s2, s3}}, [at + {chunk * CHUNK_GROUPS + 8 * groups}];
         """
     ]
     for batch in range(batches):
@@ -257,9 +289,8 @@ def finish(warpgroups: int, width: int, limit: float | None) -> str:
     Two buffers take turns. All warpgroups write their sums; the one whose turn it is waits for the others, adds up and
     stores, while the others signal and go on. The sums of a thread are those of rows r and r+8 for tokens 2q and 2q+1.
 
-    Operands: `sums`; `count`, tiles of this block before; `partial` in shared memory; `factors`, `pairs` and `slot` as
-    for `split`; `tile`, its number in the slot; `out` in global memory, bfloat16 for every pair; with a limit also
-    `share` there, a float32 for every pair.
+    Operands: `sums`; `count`, tiles of this block before; `partial` in shared memory; `notes` as for `split`; `tile`, its
+    number in the slot; `out` in global memory, bfloat16 for every pair.
 
     Args:
         warpgroups: that share a tile, a power of two.
@@ -272,12 +303,13 @@ def finish(warpgroups: int, width: int, limit: float | None) -> str:
     values = ("h",) if limit is None else ("h", "u")
     lines = [
         f"""
-        .reg .b32 thread, lane, warp, warpgroup, r, quarter, row, token, parity, ours, turn, bar, a, b, n, pair<4>;
-        .reg .f32 q, x<2>, h<4>, u<4>, share<4>; .reg .b64 at, byte, to<4>; .reg .b16 code; .reg .pred p, there<4>;
+        .reg .b32 thread, lane, warp, warpgroup, notes, r, quarter, row, token, parity, ours, turn, bar, a, b, n, pair<4>;
+        .reg .f32 q, x<2>, h<4>, u<4>, share<4>; .reg .b64 byte, to<4>; .reg .b16 code; .reg .pred p, there<4>;
         {_THREAD}
         shr.u32 warpgroup, thread, 7; shr.u32 r, lane, 2; and.b32 quarter, lane, 3; mad.lo.u32 row, warp, 16, r;
         and.b32 parity, $count, 1; mad.lo.u32 ours, parity, {warpgroups * buffer}, $partial;
-        mad.lo.u32 a, warpgroup, {4 * ROWS}, $factors; mad.lo.u32 a, quarter, 8, a; ld.shared.v2.f32 {{x0, x1}}, [a];
+        mad.lo.u32 notes, warpgroup, {NOTES}, $notes; mad.lo.u32 a, quarter, 8, notes;
+        ld.shared.v2.f32 {{x0, x1}}, [a + {4 * ROWS}];
         setp.lt.u32 p, $count, 2; @p bra FREE;
         sub.u32 turn, $count, 2; and.b32 turn, turn, {warpgroups - 1}; setp.eq.u32 p, turn, warpgroup; @p bra FREE;
         add.u32 bar, parity, {FIRST_NAMED_BARRIER + 2}; bar.sync bar, {threads};
@@ -290,20 +322,18 @@ def finish(warpgroups: int, width: int, limit: float | None) -> str:
         bar.arrive bar, {threads}; bra.uni DONE;
         MINE:
         and.b32 a, thread, {WARPGROUP - 1}; and.b32 n, a, {rows - 1}; shr.u32 token, a, {rows.bit_length() - 1};
-        mul.lo.u32 token, token, {tokens}; mad.lo.u32 a, $slot, {ROWS}, token; mul.wide.u32 byte, a, 4;
-        add.u64 at, $pairs, byte;
+        mul.lo.u32 token, token, {tokens}; mad.lo.u32 notes, token, 4, notes;
         """  # barrier bar: the sums are there; bar + 2: the buffer is free, which who added up knows by itself
     ]
     for i in range(tokens):
         lines.append(
             f"""
-            ld.global.u32 pair{i}, [at + {4 * i}]; setp.ge.s32 there{i}, pair{i}, 0;
+            ld.shared.u32 pair{i}, [notes + {4 * i}]; setp.ge.s32 there{i}, pair{i}, 0;
             mad.lo.u32 a, pair{i}, {width}, n; mad.lo.u32 a, $tile, {rows}, a; mul.wide.u32 byte, a, 2; add.u64 to{i}, $out, byte;
             """
         )
         if limit is not None:
-            lines.append(f"mul.wide.u32 byte, pair{i}, 4; add.u64 byte, byte, $share;")
-            lines.append(f"mov.f32 share{i}, 0f00000000; @there{i} ld.global.f32 share{i}, [byte];")
+            lines.append(f"ld.shared.f32 share{i}, [notes + {4 * (2 * ROWS + i)}];")
     lines.append(f"mad.lo.u32 b, token, {4 * PITCH}, ours; mad.lo.u32 b, n, 4, b; bar.sync bar, {threads};")
     for warpgroup in range(warpgroups):
         for i in range(tokens):
@@ -336,3 +366,21 @@ def _swiglu(gate: str, up: str, share: str, limit: float) -> str:
 
 def _float32(value: float) -> str:
     return f"0f{np.float32(value).view(np.uint32):08X}"
+
+
+SIGNAL = """
+    .reg .b32 thread; .reg .pred leader;
+    mov.u32 thread, %tid.x; and.b32 thread, thread, 127; setp.eq.u32 leader, thread, 0;
+    @leader red.release.gpu.global.add.u32 [$barrier], 1;
+    """
+"""Counts this warpgroup, whose threads have met, in `barrier` in global memory."""
+
+
+def wait(count: int) -> str:
+    """One thread waits until `barrier` has counted all warpgroups; the others have to meet it afterwards."""
+    return f"""
+        .reg .b32 thread, seen; .reg .pred p;
+        mov.u32 thread, %tid.x; and.b32 thread, thread, 127; setp.ne.u32 p, thread, 0; @p bra DONE;
+        AGAIN: ld.acquire.gpu.global.u32 seen, [$barrier]; setp.lt.u32 p, seen, {count}; @p bra AGAIN;
+        DONE:
+        """
