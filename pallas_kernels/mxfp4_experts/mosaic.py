@@ -308,8 +308,9 @@ class _Work:
             plgpu.barrier_wait(self.memory.scales_there.at[self.scales_place(index)])
             sums = None
             for chunk in range(product.chunks):
-                sums = self.multiply(index, chunk, sums)
+                codes = self.read(index, chunk)
                 self.fetch(index + product.tiles_ahead, expert, chunk)
+                sums = self.multiply(codes, chunk, sums)
             block = text.finish(WARPGROUPS, product.outputs, product.limit)
             numbers = {"count": count + index, "tile": (first + index) % product.tiles}
             hopper.run(
@@ -319,23 +320,27 @@ class _Work:
 
         lax.fori_loop(0, last - first, one_tile, self.slot(first))
 
-    def multiply(self, index: jax.Array, chunk: int, sums: jax.Array | None) -> jax.Array:
-        """The sums with those of another chunk, whose place is free afterwards."""
+    def read(self, index: jax.Array, chunk: int) -> jax.Array:
+        """A chunk, whose place is free afterwards."""
         memory, place = self.memory, self.place(index, chunk)
         plgpu.barrier_wait(memory.weights_there.at[place])
-        block = text.multiply(chunk, self.product.groups, self.parts_bytes, sums is None)
-        operands = {} if sums is None else {"sums": sums}
-        (sums,) = hopper.run(
-            block,
-            {"sums": registers(4, jnp.float32)},
+        (codes,) = hopper.run(
+            text.read(chunk, self.product.groups),
+            {"codes": registers(text.CODES, jnp.uint32)},
             weights=(memory.weights, _SWIZZLED),
             place=place,
             scales=memory.scales,
             scales_place=self.scales_place(index),
-            parts=memory.parts,
-            **operands,
         )
         hopper.warpgroup_barrier()
+        return codes
+
+    def multiply(self, codes: jax.Array, chunk: int, sums: jax.Array | None) -> jax.Array:
+        """The sums with those of another chunk."""
+        block = text.multiply(chunk, self.product.groups, self.parts_bytes, sums is None)
+        operands = {} if sums is None else {"sums": sums}
+        result = {"sums": registers(4, jnp.float32)}
+        (sums,) = hopper.run(block, result, codes=codes, parts=self.memory.parts, **operands)
         return sums
 
 

@@ -187,37 +187,70 @@ def _quantise(words: list[str]) -> str:
     return "\n".join(lines)
 
 
+CODES = 20
+"""Registers of a thread in which `read` leaves its weights of a chunk, eight each, and their scales, four each."""
+
+
+def read(chunk: int, groups: int) -> str:
+    """A thread's part of a chunk into registers: of rows r and r+8 of its warp's 16, bytes 4q to 4q+3 of each group.
+
+    r is its lane over 4 and q the rest. That is just its part of the left operand of a k step of wgmma, low nibbles
+    being the even columns, so that a weight is touched by one thread and once.
+
+    Operands: `weights` and `scales` in shared memory, rings of chunks and of tiles' scales, of which these are number
+    `place` and `scales_place`. Result: `codes`.
+
+    Args:
+        chunk: number of the chunk in the tile.
+        groups: as for `load`.
+    """
+    lines = [
+        f"""
+        .reg .b32 thread, lane, warp, r, row, quarter, base, a;
+        {_THREAD} shr.u32 r, lane, 2; and.b32 quarter, lane, 3; mad.lo.u32 row, warp, 16, r;
+        mad.lo.u32 a, $place, {TILE}, row; mad.lo.u32 base, a, {CHUNK_BYTES}, $weights;
+        mad.lo.u32 base, quarter, 4, base; mad.lo.u32 base, r, 16, base;
+        """
+    ]
+    for group in range(CHUNK_GROUPS):
+        lines.append(
+            f"""
+            xor.b32 a, base, {16 * group}; ld.shared.u32 $codes{2 * group}, [a];
+            ld.shared.u32 $codes{2 * group + 1}, [a + {8 * CHUNK_BYTES}];
+            """
+        )
+    lines.append(
+        f"""
+        mad.lo.u32 a, $scales_place, {TILE}, row; mad.lo.u32 a, a, {groups}, $scales;
+        ld.shared.v2.u32 {{$codes16, $codes17}}, [a + {chunk * CHUNK_GROUPS}];
+        ld.shared.v2.u32 {{$codes18, $codes19}}, [a + {chunk * CHUNK_GROUPS + 8 * groups}];
+        """
+    )
+    return "\n".join(lines)
+
+
 def multiply(chunk: int, groups: int, parts_bytes: int, first: bool) -> str:
     """sums [64, 8] += chunk [64, 256] times the split rows, each group of 32 columns with its scale.
 
     A group is one k step of wgmma with the weights in registers and a fresh accumulator; its float32 result is
-    multiplied with the group's scale and added. The thread of row r mod 8 and quarter q of its warp's 16 rows reads
-    bytes 4q to 4q+3 of the group in rows r and r+8, which is just its part of the operand: low nibbles are the even
-    columns. An e2m1 number becomes e4m3 by moving bits, exactly, as its value times 2^-6.
+    multiplied with the group's scale and added. An e2m1 number becomes e4m3 by moving bits, exactly, as its value times
+    2^-6.
 
-    Operands: `weights` and `scales` in shared memory, rings of chunks and of tiles' scales, of which these are number
-    `place` and `scales_place`; `parts` as for `split`; `sums`, a result too, and an operand unless `first`.
+    Operands: `codes`; `parts` as for `split`; `sums`, a result too, and an operand unless `first`.
 
     Args:
-        chunk: number of the chunk in the tile.
-        groups, parts_bytes: as for `split`.
+        chunk, groups: as for `read`.
+        parts_bytes: as for `split`.
         first: the sums begin at zero.
     """
-    sets = 2 * _BATCH
-    batches = CHUNK_GROUPS // _BATCH
+    sets, batches = 2 * _BATCH, CHUNK_GROUPS // _BATCH
     lines = [
         f"""
-        .reg .b32 thread, lane, warp, warpgroup, parts, r, row, quarter, base, at, a, b, low, s<4>, e<2>, v<{2 * sets}>, A<{4 * sets}>;
+        .reg .b32 warpgroup, parts, a, b, low, e<2>, A<{4 * sets}>;
         .reg .f32 f<2>, d<{4 * sets}>; .reg .b64 descriptor; .reg .pred no, yes;
-        setp.ne.b32 no, 0, 0; setp.eq.b32 yes, 0, 0; {_THREAD}
-        shr.u32 warpgroup, thread, 7; mad.lo.u32 parts, warpgroup, {parts_bytes}, $parts;
+        setp.ne.b32 no, 0, 0; setp.eq.b32 yes, 0, 0;
+        mov.u32 a, %tid.x; shr.u32 warpgroup, a, 7; mad.lo.u32 parts, warpgroup, {parts_bytes}, $parts;
         add.u32 parts, parts, {chunk * CHUNK_GROUPS * GROUP * ROWS}; shr.u32 parts, parts, 4;
-        shr.u32 r, lane, 2; and.b32 quarter, lane, 3; mad.lo.u32 row, warp, 16, r;
-        mad.lo.u32 a, $place, {TILE}, row; mad.lo.u32 base, a, {CHUNK_BYTES}, $weights;
-        mad.lo.u32 base, quarter, 4, base; mad.lo.u32 base, r, 16, base;
-        mad.lo.u32 a, $scales_place, {TILE}, row; mad.lo.u32 at, a, {groups}, $scales;
-        ld.shared.v2.u32 {{s0, s1}}, [at + {chunk * CHUNK_GROUPS}];
-        ld.shared.v2.u32 {{s2, s3}}, [at + {chunk * CHUNK_GROUPS + 8 * groups}];
         """
     ]
     for batch in range(batches):
@@ -236,16 +269,13 @@ def _registers(batch: int) -> list[tuple[int, int]]:
 def _decode(batch: int) -> str:
     lines = []
     for group, set_ in _registers(batch):
-        lines.append(
-            f"xor.b32 a, base, {16 * group}; ld.shared.u32 v{2 * set_}, [a]; ld.shared.u32 v{2 * set_ + 1}, [a + 1024];"
-        )
-    for _, set_ in _registers(batch):
         for half in (0, 1):  # rows r and r + 8
-            v, low, high = f"v{2 * set_ + half}", f"A{4 * set_ + half}", f"A{4 * set_ + 2 + half}"
+            code, even, odd = f"$codes{2 * group + half}", f"A{4 * set_ + half}", f"A{4 * set_ + 2 + half}"
             lines.append(
                 f"""
-                shl.b32 a, {v}, 4; and.b32 a, a, 0x80808080; shl.b32 b, {v}, 2; lop3.b32 {low}, b, 0x1C1C1C1C, a, 0xEA;
-                and.b32 a, {v}, 0x80808080; shr.u32 b, {v}, 2; lop3.b32 {high}, b, 0x1C1C1C1C, a, 0xEA;
+                shl.b32 a, {code}, 4; and.b32 a, a, 0x80808080; shl.b32 b, {code}, 2;
+                lop3.b32 {even}, b, 0x1C1C1C1C, a, 0xEA; and.b32 a, {code}, 0x80808080; shr.u32 b, {code}, 2;
+                lop3.b32 {odd}, b, 0x1C1C1C1C, a, 0xEA;
                 """
             )
     return "\n".join(lines)
@@ -272,9 +302,9 @@ def _fold(batch: int, first: bool) -> str:
     for group, set_ in _registers(batch):
         for half in (0, 1):
             shift = 23 - 8 * (group % 4)  # a scale's code is the exponent field of its float32
-            move = f"shl.b32 e{half}, s{2 * half + group // 4}, {shift};"
+            move = f"shl.b32 e{half}, $codes{16 + 2 * half + group // 4}, {shift};"
             if shift < 0:
-                move = f"shr.u32 e{half}, s{2 * half + group // 4}, {-shift};"
+                move = f"shr.u32 e{half}, $codes{16 + 2 * half + group // 4}, {-shift};"
             lines.append(f"{move} and.b32 e{half}, e{half}, 0x7F800000; mov.b32 f{half}, e{half};")
         for i in range(4):
             term, sum_ = f"d{4 * set_ + i}, f{i // 2}", f"$sums{i}"
