@@ -340,7 +340,9 @@ class _Work:
         block = text.multiply(chunk, self.product.groups, self.parts_bytes, sums is None)
         operands = {} if sums is None else {"sums": sums}
         result = {"sums": registers(4, jnp.float32)}
-        (sums,) = hopper.run(block, result, codes=codes, parts=self.memory.parts, **operands)
+        (sums,) = hopper.run(
+            block, result, codes=codes, parts=self.memory.parts, warpgroup=lax.axis_index("warpgroup"), **operands
+        )
         return sums
 
 

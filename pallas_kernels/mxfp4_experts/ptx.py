@@ -236,7 +236,8 @@ def multiply(chunk: int, groups: int, parts_bytes: int, first: bool) -> str:
     multiplied with the group's scale and added. An e2m1 number becomes e4m3 by moving bits, exactly, as its value times
     2^-6.
 
-    Operands: `codes`; `parts` as for `split`; `sums`, a result too, and an operand unless `first`.
+    Operands: `codes`; `parts` as for `split`; `warpgroup`, its number, which the compiler must know to be the same for
+    all threads: made of %tid.x, every descriptor would be moved to a uniform register by itself; `sums`, a result too, and an operand unless `first`.
 
     Args:
         chunk, groups: as for `read`.
@@ -246,10 +247,10 @@ def multiply(chunk: int, groups: int, parts_bytes: int, first: bool) -> str:
     sets, batches = 2 * _BATCH, CHUNK_GROUPS // _BATCH
     lines = [
         f"""
-        .reg .b32 warpgroup, parts, a, b, low, e<2>, A<{4 * sets}>;
+        .reg .b32 parts, a, b, low, e<2>, A<{4 * sets}>;
         .reg .f32 f<2>, d<{4 * sets}>; .reg .b64 descriptor; .reg .pred no, yes;
         setp.ne.b32 no, 0, 0; setp.eq.b32 yes, 0, 0;
-        mov.u32 a, %tid.x; shr.u32 warpgroup, a, 7; mad.lo.u32 parts, warpgroup, {parts_bytes}, $parts;
+        mad.lo.u32 parts, $warpgroup, {parts_bytes}, $parts;
         add.u32 parts, parts, {chunk * CHUNK_GROUPS * GROUP * ROWS}; shr.u32 parts, parts, 4;
         """
     ]
