@@ -1,4 +1,4 @@
-"""The operation as models call it."""
+"""The operations as models call them."""
 
 from functools import partial
 
@@ -12,24 +12,25 @@ from pallas_kernels.implementation import Implementation, choose
 def fp8_linear(
     x: jax.Array, weight: BlockScaled | Master, quantised: bool = False, implementation: Implementation | None = None
 ) -> jax.Array:
-    """Rows times a packed FP8 matrix.
+    """Rows times a packed FP8 matrix; `reference.fp8_linear` is what it means.
 
     Args:
-        x: float32 or bfloat16 [..., in].
-        weight: "e4m3", logical shape [out, in], packed or in training.
-        quantised: `x` first goes through E4M3 with one power of two for 128 channels.
+        x, weight, quantised: as for the reference.
         implementation: see `choose`.
 
     Returns:
         float32 [..., out].
     """
-    return grouped_fp8_linear(x[..., None, :], weight, quantised, implementation)[..., 0, :]
+    rows = x[..., None, :]
+    if packed := _for_kernel(rows, weight, implementation):
+        return _kernel(rows, packed, quantised)[..., 0, :]
+    return reference.fp8_linear(x, weight, quantised)
 
 
 def grouped_fp8_linear(
     x: jax.Array, weight: BlockScaled | Master, quantised: bool = False, implementation: Implementation | None = None
 ) -> jax.Array:
-    """Rows times packed FP8 matrices that lie on top of each other; `reference.grouped_fp8_linear` is what it means.
+    """Rows times packed FP8 matrices, each with rows of its own; `reference.grouped_fp8_linear` is what it means.
 
     Args:
         x, weight, quantised: as for the reference.
@@ -38,10 +39,17 @@ def grouped_fp8_linear(
     Returns:
         float32 [..., groups, out].
     """
+    if packed := _for_kernel(x, weight, implementation):
+        return _kernel(x, packed, quantised)
+    return reference.grouped_fp8_linear(x, weight, quantised)
+
+
+def _for_kernel(
+    x: jax.Array, weight: BlockScaled | Master, implementation: Implementation | None
+) -> BlockScaled | None:
+    """The weight if the kernel is to run."""
     chosen = choose(implementation, "fp8_linear", mosaic.refusal(x, weight))
-    if chosen == "xla" or isinstance(weight, Master):
-        return reference.grouped_fp8_linear(x, weight, quantised)
-    return _kernel(x, weight, quantised)
+    return weight if chosen == "mosaic" and isinstance(weight, BlockScaled) else None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
