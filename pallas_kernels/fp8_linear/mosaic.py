@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import hopper
 from pallas_kernels.block_scaled import BLOCKS, BlockScaled, Master
 from pallas_kernels.fp8_linear import ptx
 from pallas_kernels.fp8_linear.plan import CHUNK, FEATURES, SLOT_BYTES, THREAD_BLOCKS, WARPGROUPS, Plan, plan_of
-from pallas_kernels.hopper import inline_ptx, registers, scalar
 
 MOST_ROWS = 128  # above, one pass over decoded weights is faster than many over packed ones
 
@@ -68,13 +68,14 @@ def grouped_fp8_linear(x: jax.Array, weight: BlockScaled, quantised: bool) -> ja
 def kernel(plan: Plan, quantised: bool) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
     """f(x bfloat16 [rows, groups, columns], payload, scales) -> float32 [slices, rows, groups * features]."""
     blocks = min(THREAD_BLOCKS, plan.units)
-    decoded = {"a": registers(ptx.FRAGMENTS, jnp.uint32), "scale": scalar(jnp.float32)}
-    total = {"t": registers(plan.tile // 2, jnp.float32)}
+    decoded = {"a": hopper.registers(ptx.FRAGMENTS, jnp.uint32), "scale": hopper.scalar(jnp.float32)}
+    total = hopper.registers(plan.tile // 2, jnp.float32)
 
     def body(x: Any, payload: Any, scales: Any, out: Any, ring: Any, panel: Any, powers: Any, sums: Any) -> None:
         block, warpgroup = jax.lax.axis_index("block"), jax.lax.axis_index("warpgroup")
         first, last = block * plan.units // blocks, (block + 1) * plan.units // blocks
         ring, panel, powers = ring.at[warpgroup], panel.at[warpgroup], powers.at[warpgroup]
+        matrix, rows = {"payload": payload, "scales": scales}, {"panel": panel, "powers": powers}
 
         def column(place: _Place, chunk: jax.Array) -> jax.Array:
             """Warpgroups take turns, so that together they read 512 bytes of a row."""
@@ -83,42 +84,37 @@ def kernel(plan: Plan, quantised: bool) -> Callable[[jax.Array, jax.Array, jax.A
         def fetch(number: jax.Array) -> None:
             """Asks for a chunk, numbered from the first one of the thread block."""
             unit, chunk = first + number // plan.chunks, number % plan.chunks
-            place = _place(plan, unit)
-            where = {
-                "feature": place.feature,
-                "column": column(place, chunk),
-                "wanted": (unit < last).astype(jnp.int32),
-            }
-            slot = ring.at[number % plan.ahead]
-            inline_ptx(ptx.fetch(plan), {"payload": payload, "scales": scales, "slot": slot, **where})
+            place, slot, wanted = _place(plan, unit), ring.at[number % plan.ahead], (unit < last).astype(jnp.int32)
+            where = {"feature": place.feature, "column": column(place, chunk), "wanted": wanted}
+            hopper.run(ptx.fetch(plan), None, slot=slot, **matrix, **where)
 
-        def multiply(number: jax.Array, chunk: jax.Array, sums_so_far: jax.Array) -> jax.Array:
-            a, scale = inline_ptx(ptx.decode(plan), {"slot": ring.at[number % plan.ahead]}, decoded)
+        def multiply(number: jax.Array, chunk: jax.Array, t: jax.Array) -> jax.Array:
+            a, scale = hopper.run(ptx.decode(plan), decoded, slot=ring.at[number % plan.ahead])
             fetch(number + plan.ahead)
-            operands = {"a": a, "scale": scale, "chunk": chunk, "panel": panel, "powers": powers, "t": sums_so_far}
-            return inline_ptx(ptx.multiply(plan), operands, total)[0]
+            (t,) = hopper.run(ptx.multiply(plan), {"t": total}, **rows, a=a, scale=scale, chunk=chunk, t=t)
+            return t
 
-        def run(index: jax.Array, carry: None) -> None:
+        def work(index: jax.Array, carry: None) -> None:
             unit = first + index
             place = _place(plan, unit)
-            where = {"row": place.row, "group": place.group, "column": column(place, jnp.int32(0))}
 
             @pl.when((index == 0) | (unit % plan.units_of_panel == 0))
             def _() -> None:
-                inline_ptx(ptx.stage(plan, quantised), {"x": x, "panel": panel, "powers": powers, **where})
+                where = {"row": place.row, "group": place.group, "column": column(place, jnp.int32(0))}
+                hopper.run(ptx.stage(plan, quantised), None, x=x, **rows, **where)
 
             t = jax.lax.fori_loop(
                 0,
                 plan.chunks,
                 lambda chunk, t: multiply(index * plan.chunks + chunk, chunk, t),
-                jnp.zeros(total["t"].shape, jnp.float32),
+                jnp.zeros(total.shape, jnp.float32),
             )
             where = {"row": place.row, "feature": place.feature, "slice": place.slice}
-            inline_ptx(ptx.finish(plan), {"t": t, "sums": sums.at[unit % 2], "out": out, **where})
+            hopper.run(ptx.finish(plan), None, t=t, sums=sums.at[unit % 2], out=out, **where)
 
         for number in range(plan.ahead):
             fetch(jnp.int32(number))
-        jax.lax.fori_loop(0, last - first, run, None)
+        jax.lax.fori_loop(0, last - first, work, None)
 
     return plgpu.kernel(
         body,

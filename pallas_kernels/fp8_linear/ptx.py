@@ -7,7 +7,7 @@ warp's 16; of sums the columns 2t and 2t + 1 of every 8, and of A the columns 2t
 from collections.abc import Iterable, Iterator
 
 from pallas_kernels.fp8_linear.plan import CHUNK, FEATURES, PITCH, WARPGROUPS, Plan
-from pallas_kernels.hopper import NAMED_BARRIER, WARPGROUP, descriptor
+from pallas_kernels.hopper import FIRST_NAMED_BARRIER, WARPGROUP, descriptor
 
 FRAGMENTS = FEATURES * CHUNK // 2 // WARPGROUP  # registers of a thread that hold its part of a chunk as float16
 
@@ -130,7 +130,7 @@ def stage(plan: Plan, quantised: bool) -> str:
         .reg .pred flag; .reg .b16 codes; .reg .f32 factor, even, odd; .reg .b64 address, offset;
         .reg .b32 thread, warp, word, row, barrier, task, chunk, place, other, largest, power, w<16>, h<4>;
         mov.u32 thread, %tid.x; bfe.u32 warp, thread, 5, 2; bfe.u32 word, thread, 3, 2; and.b32 row, thread, 7;
-        shr.u32 barrier, thread, 7; add.u32 barrier, barrier, {NAMED_BARRIER + 1};
+        shr.u32 barrier, thread, 7; add.u32 barrier, barrier, {FIRST_NAMED_BARRIER + 1};
         bar.sync barrier, {WARPGROUP};
         """
         for first in range(0, tasks, WARPGROUP // 32):
@@ -192,7 +192,7 @@ def finish(plan: Plan) -> str:
             octet, corner = divmod(index, 4)
             yield f"st.shared.f32 [place + {octet * 8 * pitch + corner % 2 * pitch + corner // 2 * 32}], $t{index};"
         yield f"""
-        bar.sync {NAMED_BARRIER}, {WARPGROUPS * WARPGROUP};
+        bar.sync {FIRST_NAMED_BARRIER}, {WARPGROUPS * WARPGROUP};
         and.b32 feature, thread, {FEATURES - 1}; shr.u32 row, thread, {FEATURES.bit_length() - 1};
         mad.lo.u32 place, row, {pitch}, $sums; mad.lo.u32 place, feature, 4, place;
         add.u32 row, row, $row; add.u32 feature, feature, $feature;

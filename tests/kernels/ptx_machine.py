@@ -1,4 +1,4 @@
-"""Runs the body of a Pallas kernel that is made of `inline_ptx` on the CPU: a thread of Python is a warpgroup.
+"""Runs the body of a Pallas kernel that is made of `hopper.run`, on the CPU: a thread of Python is a warpgroup.
 
 Knows the instructions that our kernels use, in the words of the PTX manual, and takes its own notice of none of the
 kernel's conventions: fragments and descriptors of wgmma are read as the manual lays them out. All 128 threads of a
@@ -333,7 +333,7 @@ def run_kernel(
         during.setattr(module.pl, "when", lambda condition: lambda f: f() if condition else None)
         during.setattr(module.jnp, "zeros", lambda shape, dtype: np.zeros((shape[0] // THREADS, THREADS), np.uint32))
         during.setattr(
-            module, "inline_ptx", lambda text, given, results=None: here.unit.run(text, given, results or {})
+            module.hopper, "run", lambda text, results=None, **given: here.unit.run(text, given, results or {})
         )
         for block in range(caught["grid"][0]):
             threads = [
