@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm
+from jax._src.lib.mlir.dialects import llvm
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
@@ -28,7 +29,12 @@ def registers(count: int, dtype: DTypeLike) -> plgpu.ShapeDtypeStruct:
     Its elements have no order that Pallas knows of; only `pack` and `unpack` look inside.
     """
     shape = (WARPGROUP * count,)
-    return plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WG_STRIDED(shape, vec_size=_VECTOR))
+    return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=plgpu.Layout.WG_STRIDED(shape, vec_size=_VECTOR))
+
+
+def scalar(dtype: DTypeLike) -> plgpu.ShapeDtypeStruct:
+    """The type of a 32-bit number that is the same in all threads of a warpgroup."""
+    return plgpu.ShapeDtypeStruct((), jnp.dtype(dtype), layout=plgpu.Layout.WG_SPLAT(()))
 
 
 def run(text: str, results: Mapping[str, plgpu.ShapeDtypeStruct] | None = None, **operands: Any) -> Any:
@@ -36,8 +42,8 @@ def run(text: str, results: Mapping[str, plgpu.ShapeDtypeStruct] | None = None, 
 
     Args:
         text: statements in which `$name` stands for an operand; see `ptx`.
-        results: `registers` types of what the block writes, by name. A result that has the name of an operand begins
-            with its value.
+        results: what the block writes, `registers` or `scalar`, by name. A result that has the name of an operand
+            begins with its value.
         operands: by name. A reference is the address of its first byte, 32 bits in shared and 64 in global memory, and
             a pair of a reference and its transforms too; an integer of the kernel is 32 bits; a `registers` value `x`
             is `$x0`, `$x1` and so on.
@@ -57,9 +63,10 @@ def run(text: str, results: Mapping[str, plgpu.ShapeDtypeStruct] | None = None, 
         kinds = {}
         for name, result in results.items():
             kind = ir.F32Type.get() if result.dtype == np.float32 else ir.IntegerType.get_signless(32)
-            kinds[name] = {f"{name}{i}": kind for i in range(result.shape[0] // WARPGROUP)}
+            count = result.shape[0] // WARPGROUP if result.shape else 0
+            kinds[name] = {f"{name}{i}": kind for i in range(count)} or {name: kind}
         outputs = iter(ptx(text, {name: kind for group in kinds.values() for name, kind in group.items()}, inputs))
-        return tuple(pack([next(outputs) for _ in group]) for group in kinds.values())
+        return tuple(_packed(result, [next(outputs) for _ in kinds[name]]) for name, result in results.items())
 
     return block(*values.values())
 
@@ -90,6 +97,13 @@ def _inputs(name: str, argument: Any) -> dict[str, ir.Value]:
     return {f"{name}{i}": register for i, register in enumerate(unpack(argument))}
 
 
+def _packed(kind: plgpu.ShapeDtypeStruct, values: Sequence[ir.Value]) -> mgpu.FragmentedArray:
+    if kind.shape:
+        return pack(values)
+    signed = None if kind.dtype == np.float32 else kind.dtype == np.int32
+    return mgpu.FragmentedArray.splat(values[0], (), is_signed=signed)
+
+
 def pack(values: Sequence[ir.Value]) -> mgpu.FragmentedArray:
     """A `registers` value of these MLIR values, which are all i32 or all f32."""
     kind = values[0].type
@@ -111,7 +125,7 @@ def unpack(value: mgpu.FragmentedArray) -> list[ir.Value]:
 
 def constant(value: int) -> ir.Value:
     """An i32."""
-    return arith.constant(ir.IntegerType.get_signless(32), value)
+    return mgpu.c(value, ir.IntegerType.get_signless(32))
 
 
 def shared_address(ref: ir.Value) -> ir.Value:
@@ -156,13 +170,15 @@ def ptx(text: str, results: Mapping[str, ir.Type], operands: Mapping[str, ir.Val
     constraints += [_letter(operands[name].type) for name in inputs[len(updated) :]]
     body = re.sub(r"\$(\w+)", lambda match: f"${numbers[match[1]]}", text)
     kinds = list(results.values())
-    kind = ir.Type.parse("!llvm.void") if not kinds else kinds[0] if len(kinds) == 1 else llvm.StructType.get_literal(kinds)
+    # LLVM has no structure of one member, and none of none.
+    kind = llvm.StructType.get_literal(kinds) if len(kinds) > 1 else (kinds or [ir.Type.parse("!llvm.void")])[0]
     block = llvm.inline_asm(
         kind,
         [operands[name] for name in inputs],
         f"{{\n{body}\n}}",
         ",".join([*constraints, "~{memory}"]),
         has_side_effects=True,
+        convergent=True,  # it may hold barriers and products of whole warps
         asm_dialect=0,
     )
     if len(kinds) < 2:

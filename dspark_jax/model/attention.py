@@ -21,6 +21,7 @@ from dspark_jax.model.rope import angles_at, rotate
 from dspark_jax.model.rows import Rows, Setting
 from dspark_jax.model.weights import Attention
 from pallas_kernels.fake_quant import fake_e4m3
+from pallas_kernels.fp8_linear import grouped_fp8_linear
 from pallas_kernels.precision import contract
 
 KV_BLOCK = 64
@@ -172,8 +173,7 @@ def output(weights: Attention, mixed: jax.Array, angles: jax.Array, setting: Set
     config, numerics = setting.config, setting.numerics
     mixed = numerics.round(rotate(mixed, angles[:, :, None], inverse=True))
     groups = mixed.reshape(*mixed.shape[:2], config.o_groups, -1)
-    wo_a = weights.wo_a.get_value().decode(groups.dtype).reshape(config.o_groups, config.o_lora_rank, -1)
-    ranks = contract("btgc,grc->btgr", groups, wo_a)
+    ranks = grouped_fp8_linear(groups, weights.wo_a.get_value(), implementation=numerics.implementation)
     return linear(numerics.round(ranks).reshape(*mixed.shape[:2], -1), weights.wo_b, numerics)
 
 

@@ -1,9 +1,10 @@
-"""What the operation means, and the path on machines without a kernel for it."""
+"""What the operations mean, and the path on machines without a kernel for them."""
 
 import jax
 
 from pallas_kernels.block_scaled import BlockScaled, Master, decoded_product
 from pallas_kernels.fake_quant import LINEAR_BLOCK, fake_e4m3
+from pallas_kernels.precision import contract
 
 
 def fp8_linear(x: jax.Array, weight: BlockScaled | Master, quantised: bool = False) -> jax.Array:
@@ -17,4 +18,23 @@ def fp8_linear(x: jax.Array, weight: BlockScaled | Master, quantised: bool = Fal
     Returns:
         float32 [..., out], accumulated in float32. Differentiable with respect to `x`, and to a matrix in training.
     """
-    return decoded_product(fake_e4m3(x, LINEAR_BLOCK) if quantised else x, weight)
+    return decoded_product(_seen(x, quantised), weight)
+
+
+def grouped_fp8_linear(x: jax.Array, weight: BlockScaled | Master, quantised: bool = False) -> jax.Array:
+    """Rows times packed FP8 matrices that lie on top of each other, each of which has rows of its own.
+
+    Args:
+        x: float32 or bfloat16 [..., groups, in].
+        weight: "e4m3", logical shape [groups * out, in], packed or in training.
+        quantised: as for `fp8_linear`.
+
+    Returns:
+        float32 [..., groups, out], like that of `fp8_linear`.
+    """
+    matrices = weight.decode(x.dtype).reshape(x.shape[-2], -1, x.shape[-1])
+    return contract("...gi,goi->...go", _seen(x, quantised), matrices)
+
+
+def _seen(x: jax.Array, quantised: bool) -> jax.Array:
+    return fake_e4m3(x, LINEAR_BLOCK) if quantised else x
