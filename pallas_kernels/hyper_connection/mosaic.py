@@ -11,6 +11,9 @@ A cluster takes a few token rows. Which and how many changes nothing in a row's 
 pieces of 128 channels, then lanes, then blocks, each in a fixed order.
 """
 
+import functools
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +23,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hyper_connection.reference import Constants
+
 Ref = Any  # of Pallas, which has no public type for what `.at` gives
 
 N = 4  # streams; mixing values come in groups of as many: one reads, one writes, N mix
@@ -27,14 +32,13 @@ GROUPS = 2 + N
 SLOTS = 8  # groups that blocks exchange: the mixing values, the sum of squares, and padding to one value a lane
 WARPGROUPS = 3
 SHARE = GROUPS // WARPGROUPS
+BLOCKS = 8  # of a cluster, as many as every Hopper GPU can place together
 PIECE = 128  # channels that a warp multiplies at a time, four a lane
 AHEAD = 8  # pieces of fn under way before a block waits for new streams
 
 _WHOLE_WARPGROUP = (plgpu.Replicated(4),)
 # [SHARE, N, PIECE]: warps split the values of a group and lanes the channels, so that no sum crosses warps.
-_PRODUCTS = plgpu.Layout.TILED(
-    plgpu.Tiling(((SHARE, N, PIECE), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
-)
+_PRODUCTS = plgpu.Layout.TILED(plgpu.Tiling(((SHARE, N, PIECE), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 # [rows, SLOTS, N]: one value a lane.
 _EXCHANGE = plgpu.Layout.TILED(
     plgpu.Tiling(((SLOTS, N), (1,))), warp_dims=_WHOLE_WARPGROUP, lane_dims=(-3, -2), vector_dim=-1
@@ -48,15 +52,6 @@ def _row_a_lane(*shape: int) -> Any:
 
 
 @dataclass(frozen=True)
-class Constants:
-    """The numbers of a site, as `reference.read` explains them."""
-
-    norm_eps: float
-    iterations: int
-    eps: float
-
-
-@dataclass(frozen=True)
 class Tiling:
     """How the work is cut: `blocks` of a cluster share the channels of `rows` token rows (2, 4 or 8)."""
 
@@ -64,6 +59,22 @@ class Tiling:
     rows: int
 
 
+def tiling(total: int) -> Tiling:
+    """For `total` token rows: few rows a cluster while that leaves GPUs idle, many once fn is read too often."""
+    return Tiling(blocks=BLOCKS, rows=2 if total <= 16 else 4 if total <= 64 else 8)
+
+
+def refusal(streams: jax.Array) -> str | None:
+    """Why the kernel does not take these streams [..., n, d], as a clause."""
+    n, d = streams.shape[-2:]
+    if n != N:
+        return f"it has {N} streams, and these are {n}"
+    if d % (BLOCKS * PIECE):
+        return f"channels come in multiples of {BLOCKS * PIECE}, and these are {d}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("constants", "tiling"))  # so that a model lowers it once
 def site(
     streams: jax.Array,
     update: tuple[jax.Array, jax.Array, jax.Array] | None,
@@ -85,38 +96,41 @@ def site(
     tiles, channels = pl.cdiv(total, rows), d // blocks
     pieces = [(j, pl.ds(c, PIECE)) for j in range(N) for c in range(0, channels, PIECE)]
 
-    def body(*refs: Ref, partial: Ref, mixed: Ref, reading: Ref, exchanged: Ref, finished: Ref, ready: Ref, **new: Ref):
-        *operands, x, post, comb = refs
-        streams, *update, fn, base, scale = operands[: 4 + 3 * bool(new)]
+    def body(
+        *refs: Ref, partial: Ref, mixed: Ref, reading: Ref, exchanged: Ref, finished: Ref, ready: Ref, **new: Ref
+    ) -> None:
+        streams, *update, fn, base, scale = refs[: 7 if new else 4]
+        *written, x, post, comb = refs[7 if new else 4 :]
         warpgroup, block, tile = (lax.axis_index(name) for name in ("warpgroup", "block", "tile"))
         here = pl.ds(block * channels, channels)
+        groups = pl.ds(warpgroup * SHARE, SHARE)
         # Rows of the last tile that do not exist compute the last row again, and write the same bits again.
         numbers = [jnp.minimum(tile * rows + r, total - 1) for r in range(rows)]
-        groups = pl.ds(warpgroup * SHARE, SHARE)
+        slices = [streams.at[number, :, here] for number in numbers]
 
         def weight(piece: tuple[int, Any]) -> jax.Array:
-            return _load(fn.at[groups, :, piece[0], here].at[:, :, piece[1]], _PRODUCTS)
+            j, channels_of_piece = piece
+            return _load(fn.at[groups, :, j, here].at[:, :, channels_of_piece], _PRODUCTS)
 
-        ahead = [weight(piece) for piece in (pieces[:AHEAD] if new else ())]
-        slices = [streams.at[number, :, here] for number in numbers]
+        ahead = [weight(piece) for piece in pieces[:AHEAD]] if new else []
+        weights = itertools.chain(ahead, map(weight, pieces[len(ahead) :]))
         if new:
-            written = operands[-1]
-            for r, number in enumerate(numbers):
-                pl.when(warpgroup == r % WARPGROUPS)(
-                    lambda r=r, number=number: _write(
-                        update[0].at[number, here], slices[r], update[1].at[number], update[2].at[number],
-                        [new["tile"].at[r], written.at[number, :, here]],
-                    )
-                )
+            renewed = [new["renewed"].at[r] for r in range(rows)]
+
+            def write(r: int) -> None:
+                y, post, comb = (ref.at[numbers[r]] for ref in update)
+                _write(y.at[here], slices[r], post, comb, [renewed[r], written[0].at[numbers[r], :, here]])
+
+            _take_turns(range(WARPGROUPS), rows, write)
             plgpu.barrier_arrive(new["updated"])
             plgpu.barrier_wait(new["updated"])
-            slices = [new["tile"].at[r] for r in range(rows)]
+            slices = renewed
 
-        _project(slices, lambda i: ahead[i] if i < len(ahead) else weight(pieces[i]), pieces, partial, groups)
+        _project(slices, pieces, weights, partial, groups)
         plgpu.barrier_arrive(exchanged)
 
         @pl.when(warpgroup == 0)
-        def _() -> None:
+        def mix() -> None:
             plgpu.barrier_wait(exchanged)
             mixed[...] = _sum_of_blocks(partial, blocks)
             plgpu.barrier_arrive(finished)
@@ -126,30 +140,27 @@ def site(
             plgpu.barrier_arrive(ready)
 
             @pl.when(block == 0)
-            def _() -> None:
+            def mix_streams() -> None:
                 own = pl.ds(tile * rows, rows)
                 post[own] = 2 * _sigmoid(_logits(mixed.at[:, 1], base.at[1], scale[1], factor))
                 logits = _logits(mixed.at[:, pl.ds(2, N)], base.at[pl.ds(2, N)], scale[2], factor)
                 comb[own] = _sinkhorn(logits, constants.iterations, constants.eps)
 
-        @pl.when(warpgroup > 0)
-        def _() -> None:
-            plgpu.barrier_wait(ready)
-            for r, number in enumerate(numbers):
-                pl.when(warpgroup == 1 + r % (WARPGROUPS - 1))(
-                    lambda r=r, number=number: _collapse(slices[r], reading.at[r], x.at[number, here])
-                )
-
-        @pl.when(warpgroup == 0)
-        def _() -> None:
             plgpu.barrier_wait(finished)  # a block must not end while others read its memory
+
+        @pl.when(warpgroup > 0)
+        def collapse() -> None:
+            plgpu.barrier_wait(ready)
+            _take_turns(
+                range(1, WARPGROUPS), rows, lambda r: _collapse(slices[r], reading.at[r], x.at[numbers[r], here])
+            )
 
     results = [
         jax.ShapeDtypeStruct((total, d), streams.dtype),
         jax.ShapeDtypeStruct((tiles * rows, N), jnp.float32),
         jax.ShapeDtypeStruct((tiles * rows, N, N), jnp.float32),
     ]
-    scratch = {
+    scratch: dict[str, Any] = {
         "partial": plgpu.SMEM((rows, SLOTS, N), jnp.float32),
         "mixed": plgpu.SMEM((rows, SLOTS, N), jnp.float32),
         "reading": plgpu.SMEM((rows, N), jnp.float32),
@@ -159,7 +170,7 @@ def site(
     }
     if update:
         results.insert(0, jax.ShapeDtypeStruct(streams.shape, streams.dtype))
-        scratch["tile"] = plgpu.SMEM((rows, N, channels), streams.dtype)
+        scratch["renewed"] = plgpu.SMEM((rows, N, channels), streams.dtype)
         scratch["updated"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
     kernel = plgpu.kernel(
         body,
@@ -173,9 +184,7 @@ def site(
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
-    *others, post, comb = kernel(
-        streams, *(update or ()), fn.reshape(GROUPS, N, N, d), base.reshape(GROUPS, N), scale
-    )
+    *others, post, comb = kernel(streams, *(update or ()), fn.reshape(GROUPS, N, N, d), base.reshape(GROUPS, N), scale)
     return (*others, post[:total], comb[:total])
 
 
@@ -192,15 +201,16 @@ def _write(y: Ref, streams: Ref, post: Ref, comb: Ref, destinations: list[Ref]) 
             destination[k] = after
 
 
-def _project(slices: list[Ref], weight: Any, pieces: list[tuple[int, Any]], partial: Ref, groups: Any) -> None:
+def _project(
+    slices: list[Ref], pieces: list[tuple[int, Any]], weights: Iterator[jax.Array], partial: Ref, groups: Any
+) -> None:
     """Products of a block's channels with the rows of fn of this warpgroup, and the sum of their squares."""
     products: list[Any] = [None] * len(slices)
     squares: list[Any] = [None] * len(slices)
-    for i, (j, piece) in enumerate(pieces):
-        factor = weight(i)
+    for (j, piece), weight in zip(pieces, weights, strict=True):
         for r, streams in enumerate(slices):
             value = _load(streams.at[j, piece], _PRODUCTS.reduce((0, 1))).astype(jnp.float32)
-            products[r] = _add(products[r], factor * lax.broadcast_in_dim(value, factor.shape, [2]))
+            products[r] = _add(products[r], weight * lax.broadcast_in_dim(value, weight.shape, [2]))
             squares[r] = _add(squares[r], value * value)
     for r in range(len(slices)):
         partial[r, groups] = jnp.sum(products[r], axis=2)
@@ -258,6 +268,13 @@ def _collapse(streams: Ref, reading: Ref, x: Ref) -> None:
         total = _add(total, reading[j] * streams[j].astype(jnp.float32))
     assert total is not None
     x[...] = total.astype(x.dtype)
+
+
+def _take_turns(warpgroups: range, rows: int, work: Callable[[int], None]) -> None:
+    """Splits rows between warpgroups."""
+    for r in range(rows):
+        mine = lax.axis_index("warpgroup") == warpgroups[r % len(warpgroups)]
+        pl.when(mine)(functools.partial(work, r))
 
 
 def _add(total: Any, term: jax.Array) -> jax.Array:
