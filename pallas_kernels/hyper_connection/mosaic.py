@@ -104,9 +104,13 @@ def site(
         warpgroup, block, tile = (lax.axis_index(name) for name in ("warpgroup", "block", "tile"))
         here = pl.ds(block * channels, channels)
         groups = pl.ds(warpgroup * SHARE, SHARE)
-        # Rows of the last tile that do not exist compute the last row again, and write the same bits again.
-        numbers = [jnp.minimum(tile * rows + r, total - 1) for r in range(rows)]
-        slices = [streams.at[number, :, here] for number in numbers]
+
+        def number(r: int | jax.Array) -> jax.Array:
+            """Rows of the last tile that do not exist compute the last row again, and write the same bits again."""
+            return jnp.minimum(tile * rows + r, total - 1)
+
+        def slice_of(r: int | jax.Array) -> Ref:
+            return new["renewed"].at[r] if new else streams.at[number(r), :, here]
 
         def weight(piece: tuple[int, Any]) -> jax.Array:
             j, channels_of_piece = piece
@@ -115,18 +119,16 @@ def site(
         ahead = [weight(piece) for piece in pieces[:AHEAD]] if new else []
         weights = itertools.chain(ahead, map(weight, pieces[len(ahead) :]))
         if new:
-            renewed = [new["renewed"].at[r] for r in range(rows)]
 
-            def write(r: int) -> None:
-                y, post, comb = (ref.at[numbers[r]] for ref in update)
-                _write(y.at[here], slices[r], post, comb, [renewed[r], written[0].at[numbers[r], :, here]])
+            def write(r: jax.Array) -> None:
+                y, before, post, comb = (ref.at[number(r)] for ref in (update[0], streams, *update[1:]))
+                _write(y.at[here], before.at[:, here], post, comb, [slice_of(r), written[0].at[number(r), :, here]])
 
-            _take_turns(range(WARPGROUPS), rows, write)
+            _share_rows(rows, warpgroup, WARPGROUPS, write)
             plgpu.barrier_arrive(new["updated"])
             plgpu.barrier_wait(new["updated"])
-            slices = renewed
 
-        _project(slices, pieces, weights, partial, groups)
+        _project([slice_of(r) for r in range(rows)], pieces, weights, partial, groups)
         plgpu.barrier_arrive(exchanged)
 
         @pl.when(warpgroup == 0)
@@ -151,9 +153,11 @@ def site(
         @pl.when(warpgroup > 0)
         def collapse() -> None:
             plgpu.barrier_wait(ready)
-            _take_turns(
-                range(1, WARPGROUPS), rows, lambda r: _collapse(slices[r], reading.at[r], x.at[numbers[r], here])
-            )
+
+            def collapse_row(r: jax.Array) -> None:
+                _collapse(slice_of(r), reading.at[r], x.at[number(r), here])
+
+            _share_rows(rows, warpgroup - 1, WARPGROUPS - 1, collapse_row)
 
     results = [
         jax.ShapeDtypeStruct((total, d), streams.dtype),
@@ -270,11 +274,10 @@ def _collapse(streams: Ref, reading: Ref, x: Ref) -> None:
     x[...] = total.astype(x.dtype)
 
 
-def _take_turns(warpgroups: range, rows: int, work: Callable[[int], None]) -> None:
-    """Splits rows between warpgroups."""
-    for r in range(rows):
-        mine = lax.axis_index("warpgroup") == warpgroups[r % len(warpgroups)]
-        pl.when(mine)(functools.partial(work, r))
+def _share_rows(rows: int, worker: jax.Array, workers: int, work: Callable[[jax.Array], None]) -> None:
+    """This worker's part of `rows` rows: every `workers`-th."""
+    turns = (rows - worker + workers - 1) // workers
+    lax.fori_loop(0, turns, lambda i, _: work(worker + i * workers), None)
 
 
 def _add(total: Any, term: jax.Array) -> jax.Array:
