@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax
 
-from dspark_jax.model.hyper_connections import read_streams, write_streams
+from dspark_jax.model.hyper_connections import pass_streams, read_streams, write_streams
 from dspark_jax.model.linear import rms_norm
 from dspark_jax.model.moe import Routing, mixture_of_experts
 from dspark_jax.model.rows import Setting
@@ -34,7 +34,6 @@ def block[State](
     eps, numerics = setting.config.rms_norm_eps, setting.numerics
     x, site = read_streams(weights.hc_attn, streams, setting)
     x, state = attention(rms_norm(x, weights.attn_norm, eps, numerics))
-    streams = write_streams(x, streams, site, setting)
-    x, site = read_streams(weights.hc_ffn, streams, setting)
+    streams, x, site = pass_streams(weights.hc_ffn, x, streams, site, setting)
     x, routing = mixture_of_experts(weights.ffn, rms_norm(x, weights.ffn_norm, eps, numerics), ids, live, setting)
-    return write_streams(x, streams, site, setting), routing, state
+    return write_streams(x, streams, site), routing, state

@@ -6,7 +6,7 @@ import jax
 
 from dspark_jax.model.rows import Setting
 from dspark_jax.model.weights import HyperConnection
-from pallas_kernels.hyper_connection import collapse, expand, head_weights, mixes, split_mixes
+from pallas_kernels.hyper_connection import Constants, collapse, head_weights, mixes, read, write, write_then_read
 
 
 class Site(NamedTuple):
@@ -18,15 +18,28 @@ class Site(NamedTuple):
 
 def read_streams(weights: HyperConnection, streams: jax.Array, setting: Setting) -> tuple[jax.Array, Site]:
     """Activations [B, T, n, d] -> the input of a half-block [B, T, d], and how its output is written."""
-    config = setting.config
-    mixed = mixes(streams, weights.fn[...], config.rms_norm_eps)
-    pre, post, comb = split_mixes(mixed, weights.base[...], weights.scale[...], config.hc_sinkhorn_iters, config.hc_eps)
-    return setting.numerics.round(collapse(streams, pre)), Site(post, comb)
+    x, post, comb = read(streams, *_operands(weights, setting), partition=setting.partition)
+    return x, Site(post, comb)
 
 
-def write_streams(x: jax.Array, streams: jax.Array, site: Site, setting: Setting) -> jax.Array:
+def write_streams(x: jax.Array, streams: jax.Array, site: Site) -> jax.Array:
     """The streams after a half-block whose output is `x` [B, T, d]."""
-    return setting.numerics.round(expand(x, streams, site.post, site.comb))
+    return write(x, streams, site.post, site.comb)
+
+
+def pass_streams(
+    weights: HyperConnection, x: jax.Array, streams: jax.Array, site: Site, setting: Setting
+) -> tuple[jax.Array, jax.Array, Site]:
+    """`write_streams` of one half-block and `read_streams` of the next: the streams between them, and its results."""
+    operands = x, streams, site.post, site.comb, *_operands(weights, setting)
+    streams, x, post, comb = write_then_read(*operands, partition=setting.partition)
+    return streams, x, Site(post, comb)
+
+
+def _operands(weights: HyperConnection, setting: Setting) -> tuple[jax.Array, jax.Array, jax.Array, Constants]:
+    config = setting.config
+    constants = Constants(config.rms_norm_eps, config.hc_sinkhorn_iters, config.hc_eps)
+    return weights.fn[...], weights.base[...], weights.scale[...], constants
 
 
 def collapse_streams(weights: HyperConnection, streams: jax.Array, setting: Setting) -> jax.Array:

@@ -1,11 +1,53 @@
 """What the operations mean, in float32. n streams of d channels; m = (2+n)*n mixing values a token."""
 
 import math
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.precision import contract
+from pallas_kernels.precision import contract, round_to
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What is the same for every site of a model.
+
+    Attributes:
+        norm_eps: added to the mean square of the streams.
+        iterations: Sinkhorn iterations; the first takes its rows from a softmax.
+        eps: added to the reading weights, to the softmax, and to every sum that divides.
+    """
+
+    norm_eps: float
+    iterations: int
+    eps: float
+
+
+def read(
+    streams: jax.Array, fn: jax.Array, base: jax.Array, scale: jax.Array, constants: Constants
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What a half-block reads, and how it writes.
+
+    Args:
+        streams: float32 or bfloat16 [..., n, d].
+        fn: float32 [m, n*d].
+        base: float32 [m].
+        scale: float32 [3], one factor for what reads, what writes and what mixes.
+        constants: of the model.
+
+    Returns:
+        The input of the half-block [..., d] in the dtype of the streams, post float32 [..., n], and comb float32
+        [..., n, n] from source to destination stream.
+    """
+    mixed = mixes(streams, fn, constants.norm_eps)
+    pre, post, comb = split_mixes(mixed, base, scale, constants.iterations, constants.eps)
+    return round_to(collapse(streams, pre), streams.dtype), post, comb
+
+
+def write(y: jax.Array, streams: jax.Array, post: jax.Array, comb: jax.Array) -> jax.Array:
+    """The streams after a half-block whose output is `y` [..., d], in their dtype; the rest as `read` gives it."""
+    return round_to(expand(y, streams, post, comb), streams.dtype)
 
 
 def mixes(streams: jax.Array, fn: jax.Array, norm_eps: float) -> jax.Array:

@@ -1,0 +1,193 @@
+"""Hyper-connection sites: every implementation against float64 NumPy, rows that depend on no other, and lowering."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import hyper_connection
+from pallas_kernels.hyper_connection import Constants, mosaic, reference
+from pallas_kernels.hyper_connection.mosaic import Tiling
+
+N, M = 4, 24
+CONSTANTS = Constants(norm_eps=1e-6, iterations=20, eps=1e-6)
+ON_GPU = jax.default_backend() == "gpu"
+TOLERANCE = {jnp.float32: 3e-6, jnp.bfloat16: 3e-3}  # relative, of a whole array
+
+Operands = tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array] | None, jax.Array, jax.Array, jax.Array]
+
+
+def operands(rows: int, d: int, dtype: Any, update: bool) -> Operands:
+    """Random, and different in every run; streams differ in size by orders of magnitude."""
+    keys = iter(jax.random.split(jax.random.key(np.random.randint(2**31)), 9))
+
+    def normal(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), shape)
+
+    streams = (normal(rows, N, d) * jnp.exp(2 * normal(rows, N, 1))).astype(dtype)
+    comb = jax.nn.softmax(2 * normal(rows, N, N), axis=-2)
+    updates = (normal(rows, d).astype(dtype), 2 * jax.nn.sigmoid(normal(rows, N)), comb)
+    fn, base = normal(M, N * d) / d**0.5, normal(M)
+    return streams, updates if update else None, fn, base, jnp.array([0.5, 1.5, 2.0])
+
+
+def oracle(operands: Operands) -> list[np.ndarray]:
+    """In float64, but for the rounding of streams that are written."""
+    streams, update, fn, base, scale = jax.tree.map(lambda x: np.asarray(x, np.float64), operands)
+    written = []
+    if update is not None:
+        y, post, comb = update
+        after = post[..., None] * y[:, None] + np.einsum("tjk,tjd->tkd", comb, streams)
+        streams = np.asarray(jnp.asarray(after, jnp.float32).astype(operands[0].dtype), np.float64)
+        written = [streams]
+    flat = streams.reshape(len(streams), -1)
+    mixed = flat @ fn.T / np.sqrt((flat**2).mean(axis=-1, keepdims=True) + CONSTANTS.norm_eps)
+    logits = mixed * np.repeat(scale, [N, N, N * N]) + base
+    shares = 1 / (1 + np.exp(-logits[:, : 2 * N]))
+    comb = np.exp(logits[:, 2 * N :]).reshape(-1, N, N)
+    comb = comb / comb.sum(axis=2, keepdims=True) + CONSTANTS.eps
+    for turn in range(2 * CONSTANTS.iterations - 1):
+        comb = comb / (comb.sum(axis=1 + turn % 2, keepdims=True) + CONSTANTS.eps)
+    x = np.einsum("tj,tjd->td", shares[:, :N] + CONSTANTS.eps, streams)
+    return [*written, x, 2 * shares[:, N:], comb]
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels run in the interpreter, one block a cluster, for it knows no distributed shared memory."""
+    if ON_GPU:
+        pytest.skip("a GPU runs the kernel itself")
+    monkeypatch.setattr(plgpu, "kernel", functools.partial(plgpu.kernel, interpret=plgpu.InterpretGPUParams()))
+    mosaic.site.clear_cache()
+    yield
+    mosaic.site.clear_cache()
+
+
+def kernel(operands: Operands, rows: int) -> tuple[jax.Array, ...]:
+    """On a GPU with the clusters that models use, in the interpreter with one block."""
+    return mosaic.site(*operands, CONSTANTS, Tiling(mosaic.BLOCKS if ON_GPU else 1, rows))
+
+
+def through_xla(operands: Operands) -> tuple[jax.Array, ...]:
+    streams, update, *weights = operands
+    if update is None:
+        return hyper_connection.read(streams, *weights, CONSTANTS, implementation="xla")
+    y, *site = update
+    return hyper_connection.write_then_read(y, streams, *site, *weights, CONSTANTS, implementation="xla")
+
+
+def assert_close(results: tuple[jax.Array, ...], operands: Operands) -> None:
+    dtype = operands[0].dtype.type
+    for result, expected in zip(results, oracle(operands), strict=True):
+        error = np.linalg.norm(np.asarray(result, np.float64) - expected) / np.linalg.norm(expected)
+        assert error < TOLERANCE[jnp.float32 if result.dtype == jnp.float32 else dtype]
+
+
+def bits(results: tuple[jax.Array, ...], rows: slice) -> list[bytes]:
+    return [np.asarray(x[rows]).tobytes() for x in results]
+
+
+@pytest.mark.parametrize("dtype, update", [(jnp.float32, False), (jnp.bfloat16, True)])
+def test_xla_computes_what_numpy_does(dtype: Any, update: bool) -> None:
+    case = operands(6, 128, dtype, update)
+    assert_close(through_xla(case), case)
+
+
+CASES = [(1, 2, jnp.bfloat16, True), (3, 2, jnp.float32, False), (5, 4, jnp.bfloat16, True)]
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("total, rows, dtype, update", CASES)
+def test_the_kernel_does_too(total: int, rows: int, dtype: Any, update: bool) -> None:
+    """Full tiles of rows, cut ones, and fewer rows than a tile has."""
+    case = operands(total, 256 if rows == 2 else 128, dtype, update)
+    assert_close(kernel(case, rows), case)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="clusters need a Hopper GPU")
+@pytest.mark.parametrize(
+    "total, rows, dtype, update", [*CASES, (6, 2, jnp.bfloat16, False), (192, 8, jnp.float32, True)]
+)
+def test_the_kernel_in_clusters_does_too(total: int, rows: int, dtype: Any, update: bool) -> None:
+    case = operands(total, 4096, dtype, update)
+    assert_close(kernel(case, rows), case)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_row_depends_on_no_other_and_on_no_tiling() -> None:
+    """Alone, among others and among NaN, in another place, and in tiles of another size: the same bits."""
+    case = operands(5, 128, jnp.bfloat16, update=True)
+    together = kernel(case, 2)
+    for row in (0, 3):
+        streams, update = jax.tree.map(lambda x, row=row: x.at[:].set(jnp.nan).at[row].set(x[row]), case[:2])
+        among_nan = kernel((streams, update, *case[2:]), 2)
+        assert bits(among_nan, slice(row, row + 1)) == bits(together, slice(row, row + 1))
+        assert all(jnp.isnan(x[1]).all() for x in among_nan)
+    flipped = kernel((*jax.tree.map(lambda x: x[::-1], case[:2]), *case[2:]), 2)
+    assert bits(tuple(x[::-1] for x in flipped), slice(None)) == bits(together, slice(None))
+    assert bits(kernel(case, 4), slice(None)) == bits(together, slice(None))
+
+
+@pytest.mark.parametrize(
+    "total, dtype, update", [(6, jnp.bfloat16, True), (6, jnp.float32, False), (32, jnp.bfloat16, False)]
+)
+def test_it_lowers_for_cuda_at_the_size_of_flash(total: int, dtype: Any, update: bool) -> None:
+    def abstract(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, total, *shape), dtype)
+
+    d, weights = (
+        4096,
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands(1, 4096, dtype, False)[2:]),
+    )
+    streams, y, site = abstract(N, d, dtype=dtype), abstract(d, dtype=dtype), (abstract(N), abstract(N, N))
+    ask = {"constants": CONSTANTS, "implementation": "mosaic"}
+    if update:
+        traced = jax.jit(functools.partial(hyper_connection.write_then_read, **ask)).trace(y, streams, *site, *weights)
+    else:
+        traced = jax.jit(functools.partial(hyper_connection.read, **ask)).trace(streams, *weights)
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_the_kernel_has_the_gradient_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, (y, *site), *weights = operands(2, 1024, jnp.float32, update=True)
+
+    def stand_in(*arguments: Any) -> tuple[jax.Array, ...]:
+        """Of the kernel, whose results are right but have no derivative."""
+        streams, (y, *site), *weights, constants, _ = jax.lax.stop_gradient(arguments[:-2]) + arguments[-2:]
+        return hyper_connection.write_then_read(y, streams, *site, *weights, constants, implementation="xla")
+
+    def loss(implementation: Any, *arguments: jax.Array) -> jax.Array:
+        results = hyper_connection.write_then_read(*arguments, CONSTANTS, implementation=implementation)
+        return sum(jnp.sum(jnp.sin(x)) for x in results)
+
+    monkeypatch.setattr(mosaic, "site", stand_in)
+    arguments = y, streams, *site, *weights
+    ours, theirs = (
+        jax.jit(jax.grad(functools.partial(loss, name), range(7)))(*arguments) for name in ("mosaic", "xla")
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "n, d, reason", [(2, 1024, "it has 4 streams, and these are 2"), (4, 96, "multiples of 1024, and these are 96")]
+)
+def test_what_the_kernel_cannot_take_is_refused_with_the_reason(n: int, d: int, reason: str) -> None:
+    streams, fn, base = jnp.zeros((1, n, d)), jnp.zeros(((2 + n) * n, n * d)), jnp.zeros((2 + n) * n)
+    with pytest.raises(ValueError, match=reason):
+        hyper_connection.read(streams, fn, base, jnp.ones(3), CONSTANTS, implementation="mosaic")
+    x, _, _ = hyper_connection.read(streams, fn, base, jnp.ones(3), CONSTANTS)
+    assert x.shape == (1, d)
+
+
+def test_written_streams_are_rounded_once() -> None:
+    streams, update, *_ = operands(3, 128, jnp.bfloat16, update=True)
+    assert update is not None
+    y, post, comb = update
+    written = jax.jit(reference.write)(y, streams, post, comb)
+    exact = reference.expand(y, streams, post, comb)
+    assert bool(jnp.all(written == jax.lax.reduce_precision(exact, 8, 7).astype(jnp.bfloat16)))
