@@ -1,4 +1,7 @@
-"""How long operations take, beside the bytes that they must read and the speed at which this device reads."""
+"""How long operations take, beside the bytes that they must read and the speed at which this device reads.
+
+print(bench_kernel(cases("mxfp4-gate-up", live=[6, 36]), ["mosaic", "xla"]))
+"""
 
 import secrets
 from collections.abc import Callable, Sequence
