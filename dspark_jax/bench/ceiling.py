@@ -1,18 +1,12 @@
-"""What bounds a decoding step: the weights it must read, and how fast the device moves memory."""
+"""What bounds a decoding step: the weights that it must read."""
 
 import math
-import time
-from statistics import median
 
 import jax
-import jax.numpy as jnp
 
 from dspark_jax.checkpoint.layout import layout
 from dspark_jax.model.model import Model
 from dspark_jax.placement import partition_of
-
-COPIED = 1 << 28  # bytes, several times any cache
-COPIES = 5
 
 
 def plain_step_bytes(model: Model, batch_size: int) -> float:
@@ -37,15 +31,3 @@ def plain_step_bytes(model: Model, batch_size: int) -> float:
 def _share(array: jax.Array) -> float:
     """The part of an array that each of its devices holds."""
     return math.prod(array.sharding.shard_shape(array.shape)) / array.size
-
-
-def copy_bandwidth() -> float:
-    """Bytes a second that the first device moves in a large copy, read and written bytes both counted."""
-    copy = jax.jit(lambda values: values + 1)
-    values = jax.block_until_ready(copy(jnp.zeros(COPIED // 4, jnp.float32)))
-    seconds = []
-    for _ in range(COPIES):
-        began = time.perf_counter()
-        jax.block_until_ready(copy(values))
-        seconds.append(time.perf_counter() - began)
-    return 2 * COPIED / median(seconds)

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from dspark_jax.bench.ceiling import copy_bandwidth, plain_step_bytes
+from dspark_jax.bench.bandwidth import copy_bandwidth
+from dspark_jax.bench.ceiling import plain_step_bytes
 from dspark_jax.bench.report import RUNS, Against, GenerateReport, TimedRun
 from dspark_jax.bench.workload import Workload
 from dspark_jax.decoding.generate import Completions

@@ -36,7 +36,7 @@ Examples:
 
 CROSSCHECK_DESCRIPTION = "Check this package's numbers against PyTorch's: `crosscheck compare`."
 
-BENCH_DESCRIPTION = "Measure this machine: `bench load`, `bench generate`."
+BENCH_DESCRIPTION = "Measure this machine: `bench load`, `bench generate`, `bench bandwidth`, `bench kernel`."
 
 DATA_DESCRIPTION = "Data to train a drafter on: `data regenerate`, `data cache`, `data describe`."
 
@@ -93,6 +93,8 @@ def _app() -> SubcommandApp:
     app.command(crosschecks, name="crosscheck", help=CROSSCHECK_DESCRIPTION)
     benches.command(bench.load)
     benches.command(bench.generate)
+    benches.command(bench.bandwidth)
+    benches.command(bench.kernel)
     app.command(benches, name="bench", help=BENCH_DESCRIPTION)
     datas.command(data.regenerate)
     datas.command(data.cache)

@@ -1,30 +1,36 @@
-"""`dspark bench`: how fast this machine loads a checkpoint and generates with it, and what bounds that."""
+"""`dspark bench`: how fast this machine loads a checkpoint, generates and runs its kernels, and what bounds that."""
 
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
+import jax
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
-from tyro.conf import OmitArgPrefixes, arg
+from tyro.conf import OmitArgPrefixes, Positional, arg
 
+from dspark_jax.bench.bandwidth import BandwidthReport, bench_bandwidth
+from dspark_jax.bench.case import Operation, Shape
 from dspark_jax.bench.generate import bench_generate
+from dspark_jax.bench.kernel import bench_kernel
 from dspark_jax.bench.load import LoadReport, bench_load
+from dspark_jax.bench.operations import cases
 from dspark_jax.bench.prompts import read_prompts
 from dspark_jax.bench.report import Against, GenerateReport
 from dspark_jax.bench.sparse import sparse_checkpoint
 from dspark_jax.bench.workload import Workload
 from dspark_jax.cli.options import ONE_DEVICE, PACKAGED, UNLESS_ASKED, Devices, Loading
-from dspark_jax.cli.terminal import RESULT, bytes_bar, print_json, print_warning, steps_bar
+from dspark_jax.cli.terminal import RESULT, bytes_bar, print_json, print_warning, spinner, steps_bar
 from dspark_jax.config import ModelConfig
 from dspark_jax.decoding.request import SETTINGS, check_request
-from dspark_jax.errors import RequestError
+from dspark_jax.errors import RequestError, check_count
 from dspark_jax.jobs.prompts import FIELDS, PromptReader
 from dspark_jax.jobs.text import Text as TextCoding
 from dspark_jax.model.model import abstract_model
 from dspark_jax.model.numerics import numerics_of
+from pallas_kernels.implementation import Implementation
 
 
 def load(
@@ -190,6 +196,82 @@ def _agreement(against: Against, sequences: int, must_agree: bool) -> Text:
         return Text("✓ equal", style="green")
     told = f"{against.equal_sequences} of {sequences} equal"
     return Text(f"✗ {told}", style="bold red") if must_agree else Text(told)
+
+
+def bandwidth(*, json: bool = False) -> int:
+    """Read, change and copy a large array: the ceiling of everything that is bound by memory.
+
+    Args:
+        json: Print one JSON object.
+    """
+    with spinner("reading, changing, copying"):
+        report = bench_bandwidth()
+    if json:
+        print_json(report.to_dict())
+    else:
+        print_bandwidth(report)
+    return 0
+
+
+def print_bandwidth(report: BandwidthReport) -> None:
+    """A line for each pass."""
+    RESULT.print(f"{decimal(report.array_bytes)} on {report.device}; read and written bytes both count\n")
+    table = _table("pass", "per second", "quartiles apart")
+    for name, spread in report.spread.items():
+        table.add_row(name.replace("_", " and "), decimal(round(getattr(report, name))), f"{spread:.1%}")
+    RESULT.print(table)
+
+
+def kernel(
+    operation: Annotated[Positional[Operation], arg(metavar="OP")],
+    *,
+    live: Annotated[tuple[int, ...], arg(metavar="E ...", help_behavior_hint="(default: 6 36 120)")] = (),
+    rows: Annotated[tuple[int, ...], arg(metavar="N ...", help_behavior_hint="(default: 8 an expert, else 1 6)")] = (),
+    shape: Annotated[
+        tuple[str, ...], arg(metavar="OUTxIN ...", help_behavior_hint="(default: 8192x4096 32768x1024)")
+    ] = (),
+    quantised: bool = False,
+    implementation: Implementation = "mosaic",
+    compare: Annotated[Literal["xla"] | None, arg(metavar="xla", help_behavior_hint="(default: none)")] = None,
+    peer: Annotated[Literal["humming"] | None, arg(metavar="humming", help_behavior_hint="(default: none)")] = None,
+    json: bool = False,
+) -> int:
+    """Time an operation at shapes of DeepSeek-V4-Flash against the speed at which this GPU reads, in the same run.
+
+    Every result is compared with a float32 reference on random data of the run. Exit code 1 if one is wrong.
+
+    Args:
+        operation: One of mxfp4-gate-up, mxfp4-down, mxfp4-experts (a whole layer), fp8-linear and hyper-connection.
+        live: Experts of the layer that are live.
+        rows: Token rows; of each live expert, where there are experts.
+        shape: Of FP8 matrices.
+        quantised: Rows of FP8 matrices go through E4M3 first.
+        implementation: The Pallas kernel, or what XLA makes of the reference.
+        compare: Time this implementation, too.
+        peer: Time the package humming-kernels on MXFP4 matrices of as many bytes, too.
+        json: Print one JSON object.
+    """
+    wanted = cases(operation, live, rows, [_shape(text) for text in shape], quantised)
+    if jax.default_backend() != "gpu":
+        raise RequestError(
+            "there is no GPU that JAX can use, and kernels are timed on one; see `uv sync --extra cuda`."
+        )
+    implementations = list(dict.fromkeys([implementation, compare or implementation]))
+    with steps_bar("bench") as begin:
+        report = bench_kernel(wanted, implementations, peer is not None, begin)
+    if json:
+        print_json(report.to_dict())
+    else:
+        RESULT.print(str(report), soft_wrap=True, markup=False)
+    return 0 if report.ok else 1
+
+
+def _shape(text: str) -> Shape:
+    try:
+        out, columns = map(int, text.split("x"))
+    except ValueError:
+        raise RequestError(f"{text!r} is no shape of a matrix; expected OUTxIN, such as 8192x4096.") from None
+    return check_count(out, "OUT"), check_count(columns, "IN")
 
 
 def _table(first: str, *numbers: str) -> Table:
