@@ -12,7 +12,7 @@ has little to set up. The latency hides behind the chunks that a warpgroup asks 
 
 import math
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -53,6 +53,7 @@ def refusal(x: jax.Array, weight: BlockScaled | Master) -> str | None:
     return None
 
 
+@partial(jax.jit, static_argnums=2)  # so that a model lowers it once for all layers that ask for the same
 def grouped_fp8_linear(x: jax.Array, weight: BlockScaled, quantised: bool) -> jax.Array:
     """bfloat16 [rows, groups, in] and "e4m3" [groups * out, in], for which there is no `refusal`.
 
@@ -94,25 +95,24 @@ def kernel(plan: Plan, quantised: bool) -> Callable[[jax.Array, jax.Array, jax.A
             (t,) = hopper.run(ptx.multiply(plan), {"t": total}, **rows, a=a, scale=scale, chunk=chunk, t=t)
             return t
 
+        def stage(place: _Place) -> None:
+            where = {"row": place.row, "group": place.group, "column": column(place, jnp.int32(0))}
+            hopper.run(ptx.stage(plan, quantised), None, x=x, **rows, **where)
+
         def work(index: jax.Array, carry: None) -> None:
             unit = first + index
             place = _place(plan, unit)
-
-            @pl.when((index == 0) | (unit % plan.units_of_panel == 0))
-            def _() -> None:
-                where = {"row": place.row, "group": place.group, "column": column(place, jnp.int32(0))}
-                hopper.run(ptx.stage(plan, quantised), None, x=x, **rows, **where)
-
+            pl.when((index > 0) & (unit % plan.units_of_panel == 0))(lambda: stage(place))
+            (t,) = hopper.run(ptx.zeros(plan), {"t": total})
             t = jax.lax.fori_loop(
-                0,
-                plan.chunks,
-                lambda chunk, t: multiply(index * plan.chunks + chunk, chunk, t),
-                jnp.zeros(total.shape, jnp.float32),
+                0, plan.chunks, lambda chunk, t: multiply(index * plan.chunks + chunk, chunk, t), t
             )
             where = {"row": place.row, "feature": place.feature, "slice": place.slice}
             hopper.run(ptx.finish(plan), None, t=t, sums=sums.at[unit % 2], out=out, **where)
 
-        for number in range(plan.ahead):
+        fetch(jnp.int32(0))
+        stage(_place(plan, first))  # now: behind all the weights of a ring, rows would wait for microseconds
+        for number in range(1, plan.ahead):
             fetch(jnp.int32(number))
         jax.lax.fori_loop(0, last - first, work, None)
 

@@ -114,6 +114,11 @@ def multiply(plan: Plan) -> str:
     return "\n".join(lines())
 
 
+def zeros(plan: Plan) -> str:
+    """Sums of nothing. Result: `t` as multiplied."""
+    return " ".join(f"mov.b32 $t{index}, 0;" for index in range(plan.tile // 2))
+
+
 def stage(plan: Plan, quantised: bool) -> str:
     """Writes a warpgroup's chunks of a panel to SMEM: x by a power of two for each row and chunk, float16, and those.
 

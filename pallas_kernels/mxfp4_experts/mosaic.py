@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -86,6 +86,7 @@ def refusal(x: jax.Array, experts: Matrices) -> str | None:
     return None
 
 
+@partial(jax.jit, static_argnames=("limit", "quantised"))  # so that a model lowers it once for all its layers
 def mxfp4_experts(
     x: jax.Array,
     picks: jax.Array,
@@ -230,6 +231,11 @@ class _Work:
     parts_bytes: int
 
     @cached_property
+    def warpgroup(self) -> jax.Array:
+        """Its number; asked once, since the threads of a warp have to agree on it."""
+        return lax.axis_index("warpgroup")
+
+    @cached_property
     def range(self) -> tuple[jax.Array, jax.Array]:
         """The block's first tile, and the one after its last."""
         tiles = self.slots.experts[self.slots.pairs.shape[0]] * self.product.tiles
@@ -243,7 +249,7 @@ class _Work:
 
     def slot(self, tile: jax.Array) -> jax.Array:
         """Of a tile; a slot, too, for tiles beyond the last."""
-        return jnp.minimum(tile // self.product.tiles, self.slots.pairs.shape[0] - 1)
+        return jnp.minimum(lax.div(tile, jnp.int32(self.product.tiles)), self.slots.pairs.shape[0] - 1)
 
     def expert(self, tile: jax.Array) -> jax.Array:
         """Of a tile."""
@@ -251,9 +257,9 @@ class _Work:
 
     def fetch(self, index: jax.Array | int, expert: jax.Array, chunk: int) -> None:
         """Starts the copies of a chunk of this warpgroup, with the first one of a tile its scales; `index` of tiles."""
-        product, memory, warpgroup = self.product, self.memory, lax.axis_index("warpgroup")
+        product, memory, warpgroup = self.product, self.memory, self.warpgroup
         tile = self.range[0] + index
-        here = pl.ds(tile % product.tiles * product.rows, product.rows)
+        here = pl.ds(_rem(tile, product.tiles) * product.rows, product.rows)
         column, place = warpgroup * product.chunks + chunk, self.place(index, chunk)
 
         @pl.when(tile < self.range[1])
@@ -275,13 +281,13 @@ class _Work:
 
     def place(self, index: jax.Array | int, chunk: int) -> jax.Array:
         """In the ring of weights."""
-        turn = index % self.product.tiles_ahead
-        return lax.axis_index("warpgroup") * STAGES + turn * self.product.chunks + chunk
+        turn = _rem(index, self.product.tiles_ahead)
+        return self.warpgroup * STAGES + turn * self.product.chunks + chunk
 
     def scales_place(self, index: jax.Array | int) -> jax.Array:
         """In the ring of scales."""
         places = self.product.scale_places
-        return lax.axis_index("warpgroup") * places + index % places
+        return self.warpgroup * places + _rem(index, places)
 
     def load(self, slot: jax.Array) -> jax.Array:
         """Starts loading the rows of a slot into registers."""
@@ -312,7 +318,7 @@ class _Work:
                 self.fetch(index + product.tiles_ahead, expert, chunk)
                 sums = self.multiply(codes, chunk, sums)
             block = text.finish(WARPGROUPS, product.outputs, product.limit)
-            numbers = {"count": count + index, "tile": (first + index) % product.tiles}
+            numbers = {"count": count + index, "tile": _rem(first + index, product.tiles)}
             hopper.run(
                 block, sums=sums, partial=self.memory.partial, notes=self.memory.notes, out=self.out, **numbers
             )
@@ -341,7 +347,7 @@ class _Work:
         operands = {} if sums is None else {"sums": sums}
         result = {"sums": registers(4, jnp.float32)}
         (sums,) = hopper.run(
-            block, result, codes=codes, parts=self.memory.parts, warpgroup=lax.axis_index("warpgroup"), **operands
+            block, result, codes=codes, parts=self.memory.parts, warpgroup=self.warpgroup, **operands
         )
         return sums
 
@@ -349,7 +355,6 @@ class _Work:
 _SWIZZLED = (plgpu.TilingTransform((8, CHUNK_BYTES)), plgpu.SwizzleTransform(CHUNK_BYTES))
 
 
-@cache
 def layer(shape: Shape) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """The kernel: f(x, shares, *slots, and payload and scales of gate, up and down) -> (hidden, outputs).
 
@@ -373,7 +378,7 @@ def layer(shape: Shape) -> Callable[..., tuple[jax.Array, jax.Array]]:
         after = _Work(
             down, ((down_payload, down_scales),), hidden, shares, outputs, slots, second, _parts_bytes(shape)
         )
-        _ = after.first_experts
+        _ = work.warpgroup, after.warpgroup, after.first_experts
         loaded = work.load(work.slot(work.range[0]))  # before the weights, behind which it would queue
         work.fetch_first()
         work.split(loaded)
@@ -431,3 +436,8 @@ def _kernel(body: Callable[..., None], out: Sequence[jax.ShapeDtypeStruct], shap
             unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
     )
+
+
+def _rem(number: jax.Array | int, divisor: int) -> jax.Array:
+    """Of numbers that are not negative, for which `%` would make provision."""
+    return lax.rem(jnp.int32(number), jnp.int32(divisor))

@@ -391,7 +391,7 @@ def _swiglu(gate: str, up: str, share: str, limit: float) -> str:
         cvt.rn.bf16.f32 code, {up}; cvt.u32.u16 a, code; shl.b32 a, a, 16; mov.b32 {up}, a;
         min.NaN.f32 {gate}, {gate}, {bound}; min.NaN.f32 {up}, {up}, {bound}; max.NaN.f32 {up}, {up}, {_float32(-limit)};
         mul.f32 q, {gate}, {_float32(-math.log2(math.e))}; ex2.approx.f32 q, q; add.f32 q, q, {_float32(1.0)};
-        div.rn.f32 {gate}, {gate}, q; mul.f32 {gate}, {gate}, {up}; mul.f32 {gate}, {gate}, {share};
+        div.full.f32 {gate}, {gate}, q; mul.f32 {gate}, {gate}, {up}; mul.f32 {gate}, {gate}, {share};
         """
 
 
