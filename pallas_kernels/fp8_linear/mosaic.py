@@ -104,9 +104,7 @@ def kernel(plan: Plan, quantised: bool) -> Callable[[jax.Array, jax.Array, jax.A
             place = _place(plan, unit)
             pl.when((index > 0) & (unit % plan.units_of_panel == 0))(lambda: stage(place))
             (t,) = hopper.run(ptx.zeros(plan), {"t": total})
-            t = jax.lax.fori_loop(
-                0, plan.chunks, lambda chunk, t: multiply(index * plan.chunks + chunk, chunk, t), t
-            )
+            t = jax.lax.fori_loop(0, plan.chunks, lambda chunk, t: multiply(index * plan.chunks + chunk, chunk, t), t)
             where = {"row": place.row, "feature": place.feature, "slice": place.slice}
             hopper.run(ptx.finish(plan), None, t=t, sums=sums.at[unit % 2], out=out, **where)
 

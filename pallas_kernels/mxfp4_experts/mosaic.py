@@ -1,46 +1,38 @@
 """The layer of experts in one launch, for Hopper GPUs: every packed weight is read once and decoded in registers."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.block_scaled import BlockScaled
 from pallas_kernels import hopper
-from pallas_kernels.hopper import registers
-from pallas_kernels.mxfp4_experts import ptx as text
-from pallas_kernels.mxfp4_experts.ptx import CHUNK_BYTES, GROUP, ROWS, TILE
+from pallas_kernels.block_scaled import BlockScaled, Master
+from pallas_kernels.mxfp4_experts import ptx
+from pallas_kernels.mxfp4_experts.ptx import CHUNK_BYTES, ROWS, TILE
 from pallas_kernels.mxfp4_experts.reference import Matrices
+from pallas_kernels.mxfp4_experts.work import (
+    BLOCKS,
+    STAGES,
+    SWIZZLED,
+    WARPGROUPS,
+    Memory,
+    Shape,
+    Slots,
+    Work,
+    products_of,
+)
 
-BLOCKS = 132
-"""Of the persistent grid, all of which run at once: the multiprocessors of an H100 or H200."""
-WARPGROUPS = 4
-STAGES = 4
-"""Chunks of 8 KB that a warpgroup has under way: 128 KB of weights for a multiprocessor."""
-SCALE_BYTES = 4096
-"""Of a warpgroup: of two tiles of the largest width."""
+MOST_PAIRS = 3072
+"""Of 512 rows that pick six experts each. A pass reads an expert once for every eight of its rows, so that beyond many
+more one pass over decoded weights is faster."""
 LARGEST_WIDTH = 4096
 """Columns whose two parts fit into shared memory beside the weights."""
 WIDTH_STEP = 2048
 """Columns of which each warpgroup has two chunks: fewer scales than theirs do not make the 16 bytes of a TMA copy."""
-
-
-class Slots(NamedTuple):
-    """Pairs (a row and one of its picks) in groups of up to eight that share an expert.
-
-    Attributes:
-        experts: int32 [S + 1], the expert of each slot in ascending order, and the number of slots that are used.
-        pairs: int32 [S, 8], numbers row * k + pick; -1 for none.
-    """
-
-    experts: jax.Array
-    pairs: jax.Array
 
 
 def slots_of(picks: jax.Array, live: jax.Array, experts: int) -> Slots:
@@ -52,7 +44,7 @@ def slots_of(picks: jax.Array, live: jax.Array, experts: int) -> Slots:
         experts: E.
     """
     size = picks.size
-    wanted = live[:, None] & (picks >= 0) & (picks < experts)
+    wanted = _wanted(picks, live, experts)
     expert = jnp.where(wanted, picks, experts).reshape(-1)
     pair = jnp.arange(size, dtype=jnp.int32)
     number = jnp.arange(experts, dtype=jnp.int32)
@@ -73,8 +65,8 @@ def slots_of(picks: jax.Array, live: jax.Array, experts: int) -> Slots:
     return Slots(jnp.append(count(ends <= slot[:, None], 1), ends[-1]), pairs)
 
 
-def refusal(x: jax.Array, experts: Matrices) -> str | None:
-    """Why the kernel does not take these operands; None if it does."""
+def refusal(x: jax.Array, picks: jax.Array, experts: Matrices) -> str | None:
+    """Why the kernel does not take x [..., d] and picks [..., k], as a clause; None if it does."""
     if not isinstance(experts.gate, BlockScaled):
         return "experts in training are not packed"
     if x.dtype != jnp.bfloat16:
@@ -83,6 +75,8 @@ def refusal(x: jax.Array, experts: Matrices) -> str | None:
     for name, size in (("activations", width), ("hidden vectors", hidden)):
         if size % WIDTH_STEP or size > LARGEST_WIDTH:
             return f"{name} have {size} channels, and the kernel takes multiples of {WIDTH_STEP} up to {LARGEST_WIDTH}"
+    if picks.size > MOST_PAIRS:
+        return f"these are {picks.size} pairs of a row and an expert, and it takes up to {MOST_PAIRS}"
     return None
 
 
@@ -97,262 +91,52 @@ def mxfp4_experts(
     quantised: bool = False,
 ) -> jax.Array:
     """`reference.mxfp4_experts` for operands that `refusal` does not name; a row's picks are added in their order."""
-    count, hidden, width = experts.gate.shape
-    slots = slots_of(picks, live, count)
-    shape = Shape(width, hidden, picks.shape[1], picks.size, len(slots.pairs), limit, quantised)
-    packed = [array for matrix in experts for array in (matrix.payload, matrix.scales)]
-    _, outputs = layer(shape)(x, weights.reshape(-1), *slots, *packed)
-    outputs = outputs.reshape(*picks.shape, width).astype(jnp.float32)
-    chosen = live[:, None] & (picks >= 0) & (picks < count)
-    return jnp.sum(jnp.where(chosen[..., None], outputs, 0), axis=1)
+    slots = slots_of(picks, live, experts.gate.shape[0])
+    shape = _shape(x, weights, slots, experts, limit, quantised)
+    _, outputs = layer(shape)(x, weights.reshape(-1), *slots, *_arrays(*experts))
+    outputs = outputs.reshape(*picks.shape, -1).astype(jnp.float32)
+    return jnp.sum(jnp.where(_wanted(picks, live, experts.gate.shape[0])[..., None], outputs, 0), axis=1)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What a kernel is compiled for.
+def gate_up(
+    x: jax.Array, weights: jax.Array, slots: Slots, experts: Matrices, limit: float, quantised: bool = False
+) -> jax.Array:
+    """The first half of the layer alone: weight * SwiGLU for every pair of a slot.
 
-    Attributes:
-        width: d.
-        hidden: f.
-        picks: k, pairs of a row of `x`.
-        pairs: in all.
-        slots: at most.
-        limit, quantised: as for the reference.
+    Args:
+        x: bfloat16 [N, d].
+        weights: float32 [N, k].
+        slots: of pairs below N * k.
+        experts, limit, quantised: as for the reference.
+
+    Returns:
+        bfloat16 [N * k, f], undefined for pairs of no slot.
     """
-
-    width: int
-    hidden: int
-    picks: int
-    pairs: int
-    slots: int
-    limit: float
-    quantised: bool
+    kernel = _half(_shape(x, weights, slots, experts, limit, quantised), first=True)
+    return kernel(x, weights.reshape(-1), *slots, *_arrays(experts.gate, experts.up))[0]
 
 
-@dataclass(frozen=True)
-class _Product:
-    """One of the two products, cut into tiles of 64 matrix rows and a slot.
-
-    Attributes:
-        columns: of the matrices, of which each warpgroup has its share.
-        outputs: of the product, in all.
-        matrices: whose rows lie in a tile: gate and up, or down alone.
-        picks: pairs of an input row.
-        limit: of gate and up; None for a plain product.
-        quantised: the input goes through E4M3.
-    """
-
-    columns: int
-    outputs: int
-    matrices: int
-    picks: int
-    limit: float | None
-    quantised: bool
-
-    @property
-    def rows(self) -> int:
-        """Of each matrix in a tile, which are also the outputs of a tile."""
-        return TILE // self.matrices
-
-    @property
-    def tiles(self) -> int:
-        """Of a slot."""
-        return self.outputs // self.rows
-
-    @property
-    def groups(self) -> int:
-        """Of a warpgroup's columns."""
-        return self.columns // WARPGROUPS // GROUP
-
-    @property
-    def chunks(self) -> int:
-        """Of a tile, for each warpgroup."""
-        return self.groups // text.CHUNK_GROUPS
-
-    @property
-    def tiles_ahead(self) -> int:
-        """How far ahead of their use chunks are fetched."""
-        return STAGES // self.chunks
-
-    @property
-    def scale_places(self) -> int:
-        """Of a warpgroup, a tile each: at least those ahead and the one in use; in bytes the same for both products."""
-        return SCALE_BYTES // (TILE * self.groups)
+def down(hidden: jax.Array, slots: Slots, experts: Matrices, quantised: bool = False) -> jax.Array:
+    """The second half alone: bfloat16 [P, f], a hidden vector for every pair, to bfloat16 [P, d]; see `gate_up`."""
+    shares = jnp.zeros(len(hidden), jnp.float32)  # which this half ignores
+    kernel = _half(_shape(hidden, shares, slots, experts, 0.0, quantised), first=False)
+    return kernel(hidden, shares, *slots, *_arrays(experts.down))[0]
 
 
-def _products(shape: Shape) -> tuple[_Product, _Product]:
-    up = _Product(shape.width, shape.hidden, 2, shape.picks, shape.limit, shape.quantised)
-    down = _Product(shape.hidden, shape.width, 1, 1, None, shape.quantised)
-    return up, down
+def _wanted(picks: jax.Array, live: jax.Array, experts: int) -> jax.Array:
+    """bool [N, k], which pairs there are."""
+    return live[:, None] & (picks >= 0) & (picks < experts)
 
 
-class _Memory(NamedTuple):
-    """Shared memory of a block. The first four are rings in which every warpgroup has places of its own.
-
-    Attributes:
-        weights: uint8 [places, 64, 128], chunks.
-        scales: uint8 [places, 64, groups], of tiles.
-        weights_there, scales_there: barriers of those places.
-        parts, notes: of the slot in work, see `ptx.split`.
-        partial: float32, sums of the warpgroups, see `ptx.finish`.
-    """
-
-    weights: Any
-    scales: Any
-    weights_there: Any
-    scales_there: Any
-    parts: Any
-    notes: Any
-    partial: Any
+def _arrays(*matrices: BlockScaled | Master) -> list[jax.Array]:
+    """Payload and scales of each."""
+    packed = [matrix for matrix in matrices if isinstance(matrix, BlockScaled)]
+    return [array for matrix in packed for array in (matrix.payload, matrix.scales)]
 
 
-@dataclass(frozen=True)
-class _Work:
-    """A product as a block does it; every method is traced into the kernel.
-
-    Attributes:
-        product: which.
-        matrices: its payloads and scales, in global memory.
-        rows: bfloat16, what it is the product with.
-        shares: float32, for each pair.
-        out: bfloat16, for each pair.
-        slots: as `Slots`, in global memory.
-        memory: of the block.
-        parts_bytes: in it, for a warpgroup.
-    """
-
-    product: _Product
-    matrices: Sequence[tuple[Any, Any]]
-    rows: Any
-    shares: Any
-    out: Any
-    slots: Slots
-    memory: _Memory
-    parts_bytes: int
-
-    @cached_property
-    def warpgroup(self) -> jax.Array:
-        """Its number; asked once, since the threads of a warp have to agree on it."""
-        return lax.axis_index("warpgroup")
-
-    @cached_property
-    def range(self) -> tuple[jax.Array, jax.Array]:
-        """The block's first tile, and the one after its last."""
-        tiles = self.slots.experts[self.slots.pairs.shape[0]] * self.product.tiles
-        block = lax.axis_index("block")
-        return block * tiles // BLOCKS, (block + 1) * tiles // BLOCKS
-
-    @cached_property
-    def first_experts(self) -> list[jax.Array]:
-        """Of the tiles that are fetched before any is used. Read early: under load, a number takes microseconds."""
-        return [self.expert(self.range[0] + ahead) for ahead in range(self.product.tiles_ahead)]
-
-    def slot(self, tile: jax.Array) -> jax.Array:
-        """Of a tile; a slot, too, for tiles beyond the last."""
-        return jnp.minimum(lax.div(tile, jnp.int32(self.product.tiles)), self.slots.pairs.shape[0] - 1)
-
-    def expert(self, tile: jax.Array) -> jax.Array:
-        """Of a tile."""
-        return self.slots.experts[self.slot(tile)]
-
-    def fetch(self, index: jax.Array | int, expert: jax.Array, chunk: int) -> None:
-        """Starts the copies of a chunk of this warpgroup, with the first one of a tile its scales; `index` of tiles."""
-        product, memory, warpgroup = self.product, self.memory, self.warpgroup
-        tile = self.range[0] + index
-        here = pl.ds(_rem(tile, product.tiles) * product.rows, product.rows)
-        column, place = warpgroup * product.chunks + chunk, self.place(index, chunk)
-
-        @pl.when(tile < self.range[1])
-        def _() -> None:
-            for number, (payload, scales) in enumerate(self.matrices):
-                there = pl.ds(number * product.rows, product.rows)
-                if chunk == 0:
-                    groups, ring = pl.ds(warpgroup * product.groups, product.groups), self.scales_place(index)
-                    source, target = scales.at[expert, here, groups], memory.scales.at[ring, there]
-                    plgpu.copy_gmem_to_smem(source, target, memory.scales_there.at[ring])
-                source = payload.at[expert, here, pl.ds(column * CHUNK_BYTES, CHUNK_BYTES)]
-                plgpu.copy_gmem_to_smem(source, memory.weights.at[place, there], memory.weights_there.at[place])
-
-    def fetch_first(self) -> None:
-        """As many chunks as the ring takes."""
-        for ahead, expert in enumerate(self.first_experts):
-            for chunk in range(self.product.chunks):
-                self.fetch(ahead, expert, chunk)
-
-    def place(self, index: jax.Array | int, chunk: int) -> jax.Array:
-        """In the ring of weights."""
-        turn = _rem(index, self.product.tiles_ahead)
-        return self.warpgroup * STAGES + turn * self.product.chunks + chunk
-
-    def scales_place(self, index: jax.Array | int) -> jax.Array:
-        """In the ring of scales."""
-        places = self.product.scale_places
-        return self.warpgroup * places + _rem(index, places)
-
-    def load(self, slot: jax.Array) -> jax.Array:
-        """Starts loading the rows of a slot into registers."""
-        block = text.load(self.product.groups, WARPGROUPS, self.product.picks)
-        operands = {"rows": self.rows, "pairs": self.slots.pairs, "shares": self.shares, "slot": slot}
-        (loaded,) = hopper.run(block, {"loaded": registers(text.LOADED, jnp.uint32)}, **operands)
-        return loaded
-
-    def split(self, loaded: jax.Array) -> None:
-        """Makes them the rows in work."""
-        hopper.warpgroup_barrier()  # the notes of the slot before have been read
-        block = text.split(self.product.groups, self.parts_bytes, self.product.quantised)
-        hopper.run(block, loaded=loaded, parts=self.memory.parts, notes=self.memory.notes)
-        hopper.warpgroup_barrier()
-
-    def run(self, count: jax.Array) -> None:
-        """All tiles of the block, whose first rows are in work; `count` tiles were done before."""
-        product, (first, last) = self.product, self.range
-
-        def one_tile(index: jax.Array, slot_before: jax.Array) -> jax.Array:
-            slot = self.slot(first + index)
-            pl.when(slot != slot_before)(lambda: self.split(self.load(slot)))
-            expert = self.expert(first + index + product.tiles_ahead)
-            plgpu.barrier_wait(self.memory.scales_there.at[self.scales_place(index)])
-            sums = None
-            for chunk in range(product.chunks):
-                codes = self.read(index, chunk)
-                self.fetch(index + product.tiles_ahead, expert, chunk)
-                sums = self.multiply(codes, chunk, sums)
-            block = text.finish(WARPGROUPS, product.outputs, product.limit)
-            numbers = {"count": count + index, "tile": _rem(first + index, product.tiles)}
-            hopper.run(
-                block, sums=sums, partial=self.memory.partial, notes=self.memory.notes, out=self.out, **numbers
-            )
-            return slot
-
-        lax.fori_loop(0, last - first, one_tile, self.slot(first))
-
-    def read(self, index: jax.Array, chunk: int) -> jax.Array:
-        """A chunk, whose place is free afterwards."""
-        memory, place = self.memory, self.place(index, chunk)
-        plgpu.barrier_wait(memory.weights_there.at[place])
-        (codes,) = hopper.run(
-            text.read(chunk, self.product.groups),
-            {"codes": registers(text.CODES, jnp.uint32)},
-            weights=(memory.weights, _SWIZZLED),
-            place=place,
-            scales=memory.scales,
-            scales_place=self.scales_place(index),
-        )
-        hopper.warpgroup_barrier()
-        return codes
-
-    def multiply(self, codes: jax.Array, chunk: int, sums: jax.Array | None) -> jax.Array:
-        """The sums with those of another chunk."""
-        block = text.multiply(chunk, self.product.groups, self.parts_bytes, sums is None)
-        operands = {} if sums is None else {"sums": sums}
-        result = {"sums": registers(4, jnp.float32)}
-        (sums,) = hopper.run(
-            block, result, codes=codes, parts=self.memory.parts, warpgroup=self.warpgroup, **operands
-        )
-        return sums
-
-
-_SWIZZLED = (plgpu.TilingTransform((8, CHUNK_BYTES)), plgpu.SwizzleTransform(CHUNK_BYTES))
+def _shape(x: jax.Array, weights: jax.Array, slots: Slots, experts: Matrices, limit: float, quantised: bool) -> Shape:
+    _, hidden, width = experts.gate.shape
+    return Shape(width, hidden, weights.size // len(x), weights.size, len(slots.pairs), limit, quantised)
 
 
 def layer(shape: Shape) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -366,50 +150,56 @@ def layer(shape: Shape) -> Callable[..., tuple[jax.Array, jax.Array]]:
     added in a fixed order. Between the products all blocks wait for each other, with the first weights of the second
     one under way.
     """
-    up, down = _products(shape)
 
-    def body(x, shares, experts, pairs, gate, gate_scales, up_payload, up_scales, *rest):  # noqa: ANN001, ANN002, ANN202
-        down_payload, down_scales, hidden, outputs, *scratch = rest
+    def body(*refs: Any) -> None:
+        x, shares, experts, pairs, *matrices, hidden, outputs = refs[:12]
         barrier = pl.get_global(plgpu.SemaphoreType.REGULAR)
         slots = Slots(experts, pairs)
-        first, second = _memories(scratch)
-        gate_up = (gate, gate_scales), (up_payload, up_scales)
-        work = _Work(up, gate_up, x, shares, hidden, slots, first, _parts_bytes(shape))
-        after = _Work(
-            down, ((down_payload, down_scales),), hidden, shares, outputs, slots, second, _parts_bytes(shape)
-        )
-        _ = work.warpgroup, after.warpgroup, after.first_experts
-        loaded = work.load(work.slot(work.range[0]))  # before the weights, behind which it would queue
-        work.fetch_first()
-        work.split(loaded)
+        work = _work(shape, True, matrices[:4], x, shares, hidden, slots, refs[12:])
+        after = _work(shape, False, matrices[4:], hidden, shares, outputs, slots, refs[12:])
+        _ = after.first_experts
         work.run(jnp.int32(0))
         hopper.warpgroup_barrier()
-        hopper.run(text.SIGNAL, barrier=barrier)
+        hopper.run(ptx.SIGNAL, barrier=barrier)
         after.fetch_first()
-        hopper.run(text.wait(BLOCKS * WARPGROUPS), barrier=barrier)
+        hopper.run(ptx.wait(BLOCKS * WARPGROUPS), barrier=barrier)
         hopper.warpgroup_barrier()
         after.split(after.load(after.slot(after.range[0])))
-        after.run(work.range[1] - work.range[0])
+        after.walk(work.range[1] - work.range[0])
 
-    out = [jax.ShapeDtypeStruct((shape.pairs, size), jnp.bfloat16) for size in (shape.hidden, shape.width)]
-    return _kernel(body, out, shape)
+    return _kernel(body, shape, shape.hidden, shape.width)
 
 
-def _memories(scratch: Sequence[Any]) -> tuple[_Memory, _Memory]:
-    """For the first and the second product, which share all but the barriers."""
+def _half(shape: Shape, first: bool) -> Callable[..., tuple[jax.Array]]:
+    """One product as a kernel: f(rows, shares, *slots, and payload and scales of its matrices) -> (out,)."""
+    arrays = 4 if first else 2
+
+    def body(rows: Any, shares: Any, experts: Any, pairs: Any, *refs: Any) -> None:
+        matrices, out, scratch = refs[:arrays], refs[arrays], refs[arrays + 1 :]
+        _work(shape, first, matrices, rows, shares, out, Slots(experts, pairs), scratch).run(jnp.int32(0))
+
+    return _kernel(body, shape, shape.hidden if first else shape.width)
+
+
+def _work(
+    shape: Shape, first: bool, matrices: Sequence[Any], rows: Any, shares: Any, out: Any, slots: Slots, scratch: Any
+) -> Work:
+    """The first product or the second one, which share all memory but their barriers."""
     weights, scales, *barriers, parts, notes, partial = scratch
-    first, second = (
-        _Memory(weights, scales[i], *barriers[2 * i : 2 * i + 2], parts, notes, partial) for i in (0, 1)
-    )
-    return first, second
+    number = 0 if first else 1
+    weights_there, scales_there = barriers[2 * number : 2 * number + 2]
+    memory = Memory(weights, scales[number], weights_there, scales_there, parts, notes, partial)
+    pairs = list(zip(matrices[::2], matrices[1::2], strict=True))
+    return Work(products_of(shape)[number], pairs, rows, shares, out, slots, memory, _parts_bytes(shape))
 
 
 def _parts_bytes(shape: Shape) -> int:
     return 2 * ROWS * max(shape.width, shape.hidden) // WARPGROUPS
 
 
-def _kernel(body: Callable[..., None], out: Sequence[jax.ShapeDtypeStruct], shape: Shape) -> Callable[..., Any]:
-    products = _products(shape)
+def _kernel(body: Callable[..., None], shape: Shape, *outputs: int) -> Callable[..., Any]:
+    """Of bfloat16 outputs, so many channels for every pair."""
+    products = products_of(shape)
     places = WARPGROUPS * STAGES
     scales = [plgpu.SMEM((WARPGROUPS * p.scale_places, TILE, p.groups), jnp.uint8) for p in products]
     barriers = [
@@ -419,25 +209,20 @@ def _kernel(body: Callable[..., None], out: Sequence[jax.ShapeDtypeStruct], shap
     ]
     return plgpu.kernel(
         body,
-        out_type=tuple(out),
+        out_type=tuple(jax.ShapeDtypeStruct((shape.pairs, size), jnp.bfloat16) for size in outputs),
         grid=(BLOCKS,),
         grid_names=("block",),
         num_threads=WARPGROUPS,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((places, TILE, CHUNK_BYTES), jnp.uint8, transforms=_SWIZZLED),
+            plgpu.SMEM((places, TILE, CHUNK_BYTES), jnp.uint8, transforms=SWIZZLED),
             plgpu.RefUnion(*scales),
             *barriers,
             plgpu.SMEM((WARPGROUPS, _parts_bytes(shape)), jnp.uint8),
-            plgpu.SMEM((WARPGROUPS * text.NOTES,), jnp.uint8),
-            plgpu.SMEM((2 * WARPGROUPS * ROWS, text.PITCH), jnp.float32),
+            plgpu.SMEM((WARPGROUPS * ptx.NOTES,), jnp.uint8),
+            plgpu.SMEM((2 * WARPGROUPS * ROWS, ptx.PITCH), jnp.float32),
         ],
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
     )
-
-
-def _rem(number: jax.Array | int, divisor: int) -> jax.Array:
-    """Of numbers that are not negative, for which `%` would make provision."""
-    return lax.rem(jnp.int32(number), jnp.int32(divisor))

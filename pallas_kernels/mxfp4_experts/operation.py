@@ -1,11 +1,14 @@
 """The operation as models call it: on one device, or on a mesh where every device runs the experts that it holds."""
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.implementation import Implementation, choose
-from pallas_kernels.mxfp4_experts import reference
+from pallas_kernels.mxfp4_experts import mosaic, reference
 from pallas_kernels.mxfp4_experts.reference import Matrices
 from pallas_kernels.partition import Partition
 
@@ -36,14 +39,15 @@ def mxfp4_experts(
     Returns:
         float32 [..., d].
     """
-    choose(implementation, "mxfp4_experts", "it is not written yet")
+    chosen = choose(implementation, "mxfp4_experts", mosaic.refusal(x, picks, experts))
+    one_device = _kernel if chosen == "mosaic" else reference.mxfp4_experts
 
     def run(x: jax.Array, picks: jax.Array, weights: jax.Array, live: jax.Array, experts: Matrices) -> jax.Array:
         def flat(values: jax.Array) -> jax.Array:
             return values.reshape(-1, values.shape[-1])
 
         rows = flat(x), flat(picks), flat(weights), live.reshape(-1)
-        return reference.mxfp4_experts(*rows, experts, limit, quantised).reshape(x.shape)
+        return one_device(*rows, experts, limit, quantised).reshape(x.shape)
 
     if partition is None:
         return run(x, picks, weights, live, experts)
@@ -64,3 +68,34 @@ def mxfp4_experts(
         check_vma=False,  # a kernel's outputs do not say over which axes they vary
     )
     return shards(x, picks, weights, live, experts)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _kernel(
+    x: jax.Array,
+    picks: jax.Array,
+    weights: jax.Array,
+    live: jax.Array,
+    experts: Matrices,
+    limit: float,
+    quantised: bool,
+) -> jax.Array:
+    return mosaic.mxfp4_experts(x, picks, weights, live, experts, limit=limit, quantised=quantised)
+
+
+def _kernel_forward(*operands: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+    return _kernel(*operands), operands[:5]
+
+
+def _kernel_backward(limit: float, quantised: bool, operands: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
+    x, picks, weights, live, experts = operands
+
+    def layer(x: jax.Array, weights: jax.Array) -> jax.Array:
+        return reference.mxfp4_experts(x, picks, weights, live, experts, limit, quantised)
+
+    _, pull = jax.vjp(layer, x, weights)
+    of_x, of_weights = pull(cotangent)
+    return of_x, None, of_weights, None, None
+
+
+_kernel.defvjp(_kernel_forward, _kernel_backward)

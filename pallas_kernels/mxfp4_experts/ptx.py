@@ -36,8 +36,8 @@ LOADED = 36
 def load(groups: int, warpgroups: int, picks: int) -> str:
     """A slot's rows into registers: a warp has two rows, and a lane one group of 32 columns in each.
 
-    Operands: `rows`, bfloat16 in global memory; `pairs`, there, eight numbers for each slot, below 0 for none; `shares`,
-    there, a float32 for every pair; `slot`. Result: `loaded`.
+    Operands: `rows`, bfloat16 in global memory; `pairs`, there, eight numbers for each slot, below 0 for none;
+    `shares`, there, a float32 for every pair; `slot`. Result: `loaded`.
 
     Args:
         groups: of a warpgroup's columns, at most 32.
@@ -236,8 +236,9 @@ def multiply(chunk: int, groups: int, parts_bytes: int, first: bool) -> str:
     multiplied with the group's scale and added. An e2m1 number becomes e4m3 by moving bits, exactly, as its value times
     2^-6.
 
-    Operands: `codes`; `parts` as for `split`; `warpgroup`, its number, which the compiler must know to be the same for
-    all threads: made of %tid.x, every descriptor would be moved to a uniform register by itself; `sums`, a result too, and an operand unless `first`.
+    Operands: `codes`; `parts` as for `split`; `warpgroup`, its number, which the compiler has to know to be the same in
+    a whole warp, or it moves every descriptor to a uniform register by itself; `sums`, a result too, and an operand
+    unless `first`.
 
     Args:
         chunk, groups: as for `read`.
@@ -320,8 +321,8 @@ def finish(warpgroups: int, width: int, limit: float | None) -> str:
     Two buffers take turns. All warpgroups write their sums; the one whose turn it is waits for the others, adds up and
     stores, while the others signal and go on. The sums of a thread are those of rows r and r+8 for tokens 2q and 2q+1.
 
-    Operands: `sums`; `count`, tiles of this block before; `partial` in shared memory; `notes` as for `split`; `tile`, its
-    number in the slot; `out` in global memory, bfloat16 for every pair.
+    Operands: `sums`; `count`, tiles of this block before; `partial` in shared memory; `notes` as for `split`; `tile`,
+    its number in the slot; `out` in global memory, bfloat16 for every pair.
 
     Args:
         warpgroups: that share a tile, a power of two.
@@ -334,8 +335,9 @@ def finish(warpgroups: int, width: int, limit: float | None) -> str:
     values = ("h",) if limit is None else ("h", "u")
     lines = [
         f"""
-        .reg .b32 thread, lane, warp, warpgroup, notes, r, quarter, row, token, parity, ours, turn, bar, a, b, n, pair<4>;
-        .reg .f32 q, x<2>, h<4>, u<4>, share<4>; .reg .b64 byte, to<4>; .reg .b16 code; .reg .pred p, there<4>;
+        .reg .b32 thread, lane, warp, warpgroup, notes, r, quarter, row, token, parity, ours, turn, bar, a, b, n;
+        .reg .b32 pair<4>; .reg .f32 q, x<2>, h<4>, u<4>, share<4>; .reg .b64 byte, to<4>; .reg .b16 code;
+        .reg .pred p, there<4>;
         {_THREAD}
         shr.u32 warpgroup, thread, 7; shr.u32 r, lane, 2; and.b32 quarter, lane, 3; mad.lo.u32 row, warp, 16, r;
         and.b32 parity, $count, 1; mad.lo.u32 ours, parity, {warpgroups * buffer}, $partial;
@@ -347,7 +349,8 @@ def finish(warpgroups: int, width: int, limit: float | None) -> str:
         FREE:
         mad.lo.u32 a, warpgroup, {buffer}, ours; mad.lo.u32 a, row, 4, a; mad.lo.u32 a, quarter, {8 * PITCH}, a;
         mul.f32 q, $sums0, x0; st.shared.f32 [a], q; mul.f32 q, $sums1, x1; st.shared.f32 [a + {4 * PITCH}], q;
-        mul.f32 q, $sums2, x0; st.shared.f32 [a + 32], q; mul.f32 q, $sums3, x1; st.shared.f32 [a + {4 * PITCH + 32}], q;
+        add.u32 a, a, 32;
+        mul.f32 q, $sums2, x0; st.shared.f32 [a], q; mul.f32 q, $sums3, x1; st.shared.f32 [a + {4 * PITCH}], q;
         add.u32 bar, parity, {FIRST_NAMED_BARRIER};
         and.b32 turn, $count, {warpgroups - 1}; setp.eq.u32 p, turn, warpgroup; @p bra MINE;
         bar.arrive bar, {threads}; bra.uni DONE;
@@ -360,7 +363,8 @@ def finish(warpgroups: int, width: int, limit: float | None) -> str:
         lines.append(
             f"""
             ld.shared.u32 pair{i}, [notes + {4 * i}]; setp.ge.s32 there{i}, pair{i}, 0;
-            mad.lo.u32 a, pair{i}, {width}, n; mad.lo.u32 a, $tile, {rows}, a; mul.wide.u32 byte, a, 2; add.u64 to{i}, $out, byte;
+            mad.lo.u32 a, pair{i}, {width}, n; mad.lo.u32 a, $tile, {rows}, a; mul.wide.u32 byte, a, 2;
+            add.u64 to{i}, $out, byte;
             """
         )
         if limit is not None:
@@ -389,7 +393,8 @@ def _swiglu(gate: str, up: str, share: str, limit: float) -> str:
     return f"""
         cvt.rn.bf16.f32 code, {gate}; cvt.u32.u16 a, code; shl.b32 a, a, 16; mov.b32 {gate}, a;
         cvt.rn.bf16.f32 code, {up}; cvt.u32.u16 a, code; shl.b32 a, a, 16; mov.b32 {up}, a;
-        min.NaN.f32 {gate}, {gate}, {bound}; min.NaN.f32 {up}, {up}, {bound}; max.NaN.f32 {up}, {up}, {_float32(-limit)};
+        min.NaN.f32 {gate}, {gate}, {bound}; min.NaN.f32 {up}, {up}, {bound};
+        max.NaN.f32 {up}, {up}, {_float32(-limit)};
         mul.f32 q, {gate}, {_float32(-math.log2(math.e))}; ex2.approx.f32 q, q; add.f32 q, q, {_float32(1.0)};
         div.full.f32 {gate}, {gate}, q; mul.f32 {gate}, {gate}, {up}; mul.f32 {gate}, {gate}, {share};
         """
