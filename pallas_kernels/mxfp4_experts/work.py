@@ -257,7 +257,7 @@ class Work:
                 self.fetch(index + product.tiles_ahead, expert, chunk)
                 sums = self.multiply(codes, chunk, sums)
             block = ptx.finish(WARPGROUPS, product.outputs, product.limit)
-            numbers = {"count": count + index, "tile": _rem(first + index, product.tiles)}
+            numbers: dict[str, Any] = {"count": count + index, "tile": _rem(first + index, product.tiles)}
             hopper.run(block, sums=sums, partial=self.memory.partial, notes=self.memory.notes, out=self.out, **numbers)
             return slot
 
