@@ -60,7 +60,7 @@ def nbytes(tree: object) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
-def drawn(name: str, calls: int = 3) -> tuple[jax.Array, tuple[Any, ...]]:
+def drawn(name: str, calls: int = 3) -> tuple[Any, tuple[Any, ...]]:
     return SMALL_CASES[name].draw(jax.random.key(7), calls)
 
 
@@ -79,7 +79,7 @@ class TestBytes:
         assert SMALL_CASES["fp8-linear"].bytes == nbytes(matrix) == 200 * 192 + 2 * 2
 
     def test_of_a_site_its_projection_and_the_streams_twice(self) -> None:
-        streams, [weights, *_] = drawn("hyper-connection")
+        (streams, *_), [weights, *_] = drawn("hyper-connection")
         assert SMALL_CASES["hyper-connection"].bytes == weights.fn.nbytes + 2 * streams.nbytes
 
     def test_at_the_shapes_of_flash(self) -> None:
@@ -214,15 +214,16 @@ class TestChain:
         x, operands = drawn(name)
         run = partial(chain(case, partial(case.apply, implementation="xla")), jnp.ones(8))
         spoilt = jax.tree.map(lambda leaf: jnp.full_like(leaf, 0xFF if leaf.dtype == jnp.uint8 else jnp.nan), operands)
-        assert np.isfinite(np.asarray(run(x, operands), np.float32)).all()
+        assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(run(x, operands)))
         for call in range(3):
             others = (*operands[:call], spoilt[call], *operands[call + 1 :])
-            assert np.isnan(np.asarray(run(x, others), np.float32)).all()
+            assert any(np.isnan(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(run(x, others)))
 
     def test_the_first_waits_for_the_pass_over_other_memory(self) -> None:
         case = SMALL_CASES["hyper-connection"]
         run = chain(case, lambda x, _: x)
-        assert np.isnan(np.asarray(run(jnp.full(8, jnp.nan), *drawn("hyper-connection")), np.float32)).all()
+        streams, *_ = run(jnp.full(8, jnp.nan), *drawn("hyper-connection"))
+        assert np.isnan(np.asarray(streams, np.float32)).all()
 
     @pytest.mark.parametrize("name", SMALL_CASES)
     def test_lowers_for_a_gpu_at_the_shapes_of_flash(self, name: str) -> None:
@@ -230,7 +231,7 @@ class TestChain:
             arrays = jax.eval_shape(lambda case=case: case.draw(jax.random.key(0), 2))
             run = jax.jit(chain(case, partial(case.apply, implementation="xla")))
             lowered = run.trace(jax.ShapeDtypeStruct((8,), jnp.float32), *arrays).lower(lowering_platforms=("cuda",))
-            assert lowered.out_info.shape == arrays[0].shape
+            assert jax.tree.map(jnp.shape, lowered.out_info) == jax.tree.map(jnp.shape, arrays[0])
 
     def test_programs_take_turns(self) -> None:
         ran: list[str] = []

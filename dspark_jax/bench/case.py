@@ -26,7 +26,7 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Case(ABC):
-    """An operation at a shape. Operands of a call are a pytree whose kind is the operation's own.
+    """An operation at a shape. Inputs, outputs and operands are pytrees whose kind is the operation's own.
 
     Attributes:
         operation: its name.
@@ -48,11 +48,11 @@ class Case(ABC):
         return ()
 
     @abstractmethod
-    def draw(self, key: jax.Array, calls: int) -> tuple[jax.Array, tuple[Any, ...]]:
+    def draw(self, key: jax.Array, calls: int) -> tuple[Any, tuple[Any, ...]]:
         """Random input of the first call, and operands of every call."""
 
     @abstractmethod
-    def apply(self, x: jax.Array, operands: Any, implementation: Implementation) -> jax.Array:
+    def apply(self, x: Any, operands: Any, implementation: Implementation) -> Any:
         """The operation as it is timed.
 
         Raises:
@@ -60,19 +60,24 @@ class Case(ABC):
         """
 
     @abstractmethod
-    def reference(self, x: jax.Array, operands: Any) -> jax.Array:
+    def reference(self, x: Any, operands: Any) -> Any:
         """What is right: float32 to float32, so that nothing is rounded on the way."""
 
-    def next_input(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """`x`, but that it has to wait for the whole of `y`, the output of the call before."""
-        x, y = jax.lax.optimization_barrier((x, y))
-        first = jax.lax.slice(y, (0,) * y.ndim, (1,) * y.ndim).reshape((1,) * x.ndim)
-        return jax.lax.optimization_barrier(x + (first.astype(jnp.float32) * 1e-6).astype(x.dtype))
+    def next_input(self, x: Any, y: Any) -> Any:
+        """The input of the call after the one that made `y` of `x`."""
+        return waiting(x, y)
 
     def to_dict(self) -> dict[str, Any]:
         """The operation, its shape and its bytes as JSON values."""
         shape = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "config"}
         return {"operation": self.operation} | shape | {"bytes": self.bytes}
+
+
+def waiting(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`x`, but that it has to wait for the whole of `y`."""
+    x, y = jax.lax.optimization_barrier((x, y))
+    first = jax.lax.slice(y, (0,) * y.ndim, (1,) * y.ndim).reshape((1,) * x.ndim)
+    return jax.lax.optimization_barrier(x + (first.astype(jnp.float32) * 1e-6).astype(x.dtype))
 
 
 # Packed matrices -----------------------------------------------------------------------------------------------------

@@ -13,8 +13,10 @@ from dspark_jax.bench.sparse import FLASH
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import RequestError
 from pallas_kernels.block_scaled import BlockScaled, Master, decoded_product
-from pallas_kernels.implementation import Implementation, choose
+from pallas_kernels.implementation import Implementation
 from pallas_kernels.mxfp4_experts import Matrices, mxfp4_experts, reference, swiglu
+from pallas_kernels.mxfp4_experts.mosaic import down, gate_up, slots_of
+from pallas_kernels.mxfp4_experts.work import Slots
 from pallas_kernels.precision import round_to
 
 
@@ -25,11 +27,13 @@ class Group(NamedTuple):
         experts: the stacks of all experts.
         numbers: int32 [G], the live ones.
         weights: float32 [G, rows], the routing weight of each row.
+        slots: the rows of each live one, as a layer sorts them.
     """
 
     experts: Matrices
     numbers: jax.Array
     weights: jax.Array
+    slots: Slots
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,13 @@ class _ExpertsCase(Case):
         x = jax.random.normal(for_x, (self.live, self.rows, columns), jnp.bfloat16)
         experts = self._draw_experts(for_experts)
         weights = jax.random.uniform(for_weights, x.shape[:2], minval=0.1, maxval=0.5)
-        return x, tuple(Group(experts, numbers, weights) for numbers in self._draw_numbers(for_numbers, calls))
+
+        def group(numbers: jax.Array) -> Group:
+            picks = jnp.repeat(numbers, self.rows)[:, None]
+            slots = slots_of(picks, jnp.ones(picks.size, bool), self.config.n_routed_experts)
+            return Group(experts, numbers, weights, slots)
+
+        return x, tuple(map(group, self._draw_numbers(for_numbers, calls)))
 
 
 @dataclass(frozen=True)
@@ -103,9 +113,12 @@ class GateUp(_ExpertsCase):
         return self._draw_groups(key, calls, self.config.hidden_size)
 
     def apply(self, x: jax.Array, operands: Group, implementation: Implementation) -> jax.Array:
-        """XLA runs the reference."""
-        choose(implementation, self.operation, "it is not written yet")
-        return self.reference(x, operands)
+        """The kernel's half; XLA runs the reference."""
+        if implementation == "xla":
+            return self.reference(x, operands)
+        rows, weights = x.reshape(-1, x.shape[-1]), operands.weights.reshape(-1, 1)
+        hidden = gate_up(rows, weights, operands.slots, operands.experts, self.config.swiglu_limit)
+        return hidden.reshape(*x.shape[:2], -1)
 
     def reference(self, x: jax.Array, operands: Group) -> jax.Array:
         """One expert after the other; rounded to the dtype of `x` like the layer's reference."""
@@ -133,9 +146,10 @@ class Down(_ExpertsCase):
         return self._draw_groups(key, calls, self.config.moe_intermediate_size)
 
     def apply(self, x: jax.Array, operands: Group, implementation: Implementation) -> jax.Array:
-        """XLA runs the reference."""
-        choose(implementation, self.operation, "it is not written yet")
-        return self.reference(x, operands)
+        """The kernel's half; XLA runs the reference."""
+        if implementation == "xla":
+            return self.reference(x, operands)
+        return down(x.reshape(-1, x.shape[-1]), operands.slots, operands.experts).reshape(*x.shape[:2], -1)
 
     def reference(self, x: jax.Array, operands: Group) -> jax.Array:
         """One expert after the other, rounded to the dtype of `x`."""

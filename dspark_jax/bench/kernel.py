@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.bench.bandwidth import read_all, read_bandwidth
-from dspark_jax.bench.case import Case
+from dspark_jax.bench.case import Case, waiting
 from dspark_jax.bench.kernel_report import CaseReport, KernelReport, Measured
 from dspark_jax.bench.peer import run_peer
 from dspark_jax.bench.timing import time_in_turns
@@ -20,11 +20,10 @@ from dspark_jax.errors import RequestError
 from pallas_kernels.implementation import Implementation
 
 CALLS = 20
-FLUSHED = (
-    1 << 29
-)  # bytes that are read before each chain: many times any L2, and longer than the host needs to queue it
+FLUSHED = 1 << 29
+"""Bytes that are read before each chain: many times any L2, and longer than the host needs to queue it."""
 
-Call = Callable[[jax.Array, Any], jax.Array]
+Call = Callable[[Any, Any], Any]
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the work that begins, the pieces of work done, and the pieces in all."""
@@ -89,7 +88,7 @@ def bench_kernel(
 
 
 def _measure(
-    case: Case, implementation: Implementation, flush: jax.Array, x: jax.Array, operands: tuple[Any, ...]
+    case: Case, implementation: Implementation, flush: jax.Array, x: Any, operands: tuple[Any, ...]
 ) -> Measured:
     call = partial(case.apply, implementation=implementation)
     try:
@@ -107,11 +106,12 @@ def _measure(
     )
 
 
-def chain(case: Case, call: Call) -> Callable[[jax.Array, jax.Array, tuple[Any, ...]], jax.Array]:
+def chain(case: Case, call: Call) -> Callable[[jax.Array, Any, tuple[Any, ...]], Any]:
     """A function of an array to read at first, of the first input, and of the operands of every call in turn."""
 
-    def run(flush: jax.Array, x: jax.Array, operands: tuple[Any, ...]) -> jax.Array:
-        x = Case.next_input(case, x, read_all(flush).reshape((1,) * x.ndim))
+    def run(flush: jax.Array, x: Any, operands: tuple[Any, ...]) -> Any:
+        leaves, tree = jax.tree.flatten(x)
+        x = jax.tree.unflatten(tree, [waiting(leaves[0], read_all(flush)), *leaves[1:]])
         for own in operands:
             x = case.next_input(x, call(x, own))
         return x
@@ -119,15 +119,18 @@ def chain(case: Case, call: Call) -> Callable[[jax.Array, jax.Array, tuple[Any, 
     return run
 
 
-def _exact(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32)
+def _exact[Tree](x: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), x)
 
 
 @jax.jit
-def _relative_error(y: jax.Array, reference: jax.Array) -> jax.Array:
-    return jnp.linalg.norm(_exact(y) - reference) / jnp.linalg.norm(reference)
+def _relative_error(y: Any, reference: Any) -> jax.Array:
+    def of_leaf(y: jax.Array, reference: jax.Array) -> jax.Array:
+        return jnp.linalg.norm((y - reference).ravel()) / jnp.linalg.norm(reference.ravel())
+
+    return jnp.max(jnp.stack(jax.tree.leaves(jax.tree.map(of_leaf, _exact(y), reference))))
 
 
-def relative_error(y: jax.Array, reference: jax.Array) -> float:
-    """||y - reference|| / ||reference|| over all values, in float32."""
+def relative_error(y: Any, reference: Any) -> float:
+    """||y - reference|| / ||reference|| in float32, of the array of a pytree where it is largest."""
     return float(_relative_error(y, reference))

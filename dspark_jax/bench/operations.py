@@ -15,9 +15,12 @@ from dspark_jax.config import ModelConfig
 from dspark_jax.errors import RequestError, check_count
 from pallas_kernels.block_scaled import BlockScaled
 from pallas_kernels.fp8_linear import fp8_linear, reference
-from pallas_kernels.hyper_connection import collapse, expand, mixes, split_mixes
-from pallas_kernels.implementation import Implementation, choose
-from pallas_kernels.precision import round_to
+from pallas_kernels.hyper_connection import Constants, write_then_read
+from pallas_kernels.hyper_connection import reference as reference_site
+from pallas_kernels.implementation import Implementation
+
+Site = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+"""Streams, what was read, post and comb."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,11 @@ class SiteWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class HyperConnection(Case):
-    """A site, streams [rows, n, d] to streams: mix, Sinkhorn, what a half-block reads, and the update with that."""
+    """A site: the update with what the half-block before gave, mix, Sinkhorn, and what the next half-block reads.
+
+    A half-block gives what it has read. Inputs and outputs are streams [rows, n, d], what was read [rows, d], and how
+    it is written back, [rows, n] and [rows, n, n].
+    """
 
     operation = "hyper-connection"
 
@@ -77,29 +84,32 @@ class HyperConnection(Case):
         n, d = self.config.hc_mult, self.config.hidden_size
         return (2 + n) * n * n * d * 4 + 2 * self.rows * n * d * 2
 
-    def draw(self, key: jax.Array, calls: int) -> tuple[jax.Array, tuple[SiteWeights, ...]]:
-        """Streams bfloat16 [rows, n, d]."""
+    def draw(self, key: jax.Array, calls: int) -> tuple[Site, tuple[SiteWeights, ...]]:
+        """Streams and what was read in bfloat16, the rest float32."""
         n, d = self.config.hc_mult, self.config.hidden_size
-        for_streams, *keys = jax.random.split(key, 1 + calls)
-        return jax.random.normal(for_streams, (self.rows, n, d), jnp.bfloat16), tuple(_draw_site(k, n, d) for k in keys)
+        for_streams, *keys = jax.random.split(key, 2 + calls)
+        streams = jax.random.normal(for_streams, (self.rows, n, d), jnp.bfloat16)
+        first, *sites = (_draw_site(key, n, d) for key in keys)
+        return (streams, *reference_site.read(streams, *first, self._constants)), tuple(sites)
 
-    def apply(self, x: jax.Array, operands: SiteWeights, implementation: Implementation) -> jax.Array:
-        """XLA runs the reference."""
-        choose(implementation, self.operation, "it is not written yet")
-        return self.reference(x, operands)
+    def apply(self, x: Site, operands: SiteWeights, implementation: Implementation) -> Site:
+        """As models call it."""
+        streams, y, post, comb = x
+        return write_then_read(y, streams, post, comb, *operands, self._constants, implementation=implementation)
 
-    def reference(self, x: jax.Array, operands: SiteWeights) -> jax.Array:
-        """The functions of `pallas_kernels`, rounded to the dtype of the streams where models round."""
-        config = self.config
-        mixed = mixes(x, operands.fn, config.rms_norm_eps)
-        pre, post, comb = split_mixes(mixed, operands.base, operands.scale, config.hc_sinkhorn_iters, config.hc_eps)
-        # In a model a half-block stands here, so reading and writing are not to be fused.
-        read = jax.lax.optimization_barrier(round_to(collapse(x, pre), x.dtype))
-        return round_to(expand(read, x, post, comb), x.dtype)
+    def reference(self, x: Site, operands: SiteWeights) -> Site:
+        """What `pallas_kernels` says it is."""
+        streams, y, post, comb = x
+        written = reference_site.write(y, streams, post, comb)
+        return (written, *reference_site.read(written, *operands, self._constants))
 
-    def next_input(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """The streams go on to the next site."""
+    def next_input(self, x: Site, y: Site) -> Site:
+        """What a site gives goes on to the next one."""
         return y
+
+    @property
+    def _constants(self) -> Constants:
+        return Constants(self.config.rms_norm_eps, self.config.hc_sinkhorn_iters, self.config.hc_eps)
 
 
 def _draw_site(key: jax.Array, n: int, d: int) -> SiteWeights:

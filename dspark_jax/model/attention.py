@@ -107,8 +107,8 @@ def in_window(positions: jax.Array, rows: Rows, window: int) -> jax.Array:
 def queries(weights: Attention, x: jax.Array, angles: jax.Array, setting: Setting) -> tuple[jax.Array, jax.Array]:
     """Latent queries [B, T, q_lora_rank] and rotated queries [B, T, H, D]."""
     config, numerics = setting.config, setting.numerics
-    latent = rms_norm(linear(x, weights.wq_a, numerics), weights.q_norm, config.rms_norm_eps, numerics)
-    query = linear(latent, weights.wq_b, numerics).reshape(*x.shape[:2], config.num_attention_heads, config.head_dim)
+    latent = rms_norm(linear(x, weights.wq_a, setting), weights.q_norm, config.rms_norm_eps, numerics)
+    query = linear(latent, weights.wq_b, setting).reshape(*x.shape[:2], config.num_attention_heads, config.head_dim)
     query = numerics.round(rotate(_unit_rms(query, config.rms_norm_eps, numerics), angles[:, :, None]))
     return latent, query
 
@@ -127,7 +127,7 @@ def _unit_rms(query: jax.Array, eps: float, numerics: Numerics) -> jax.Array:
 def latents(weights: Attention, x: jax.Array, angles: jax.Array, setting: Setting) -> jax.Array:
     """Keys and values at once: [B, T, d] -> activations [B, T, D], normed, rotated, quantised by option."""
     numerics = setting.numerics
-    latent = rms_norm(linear(x, weights.wkv, numerics), weights.kv_norm, setting.config.rms_norm_eps, numerics)
+    latent = rms_norm(linear(x, weights.wkv, setting), weights.kv_norm, setting.config.rms_norm_eps, numerics)
     return quantise_latent(numerics.round(rotate(latent, angles)), setting)
 
 
@@ -173,8 +173,8 @@ def output(weights: Attention, mixed: jax.Array, angles: jax.Array, setting: Set
     config, numerics = setting.config, setting.numerics
     mixed = numerics.round(rotate(mixed, angles[:, :, None], inverse=True))
     groups = mixed.reshape(*mixed.shape[:2], config.o_groups, -1)
-    ranks = grouped_fp8_linear(groups, weights.wo_a.get_value(), implementation=numerics.implementation)
-    return linear(numerics.round(ranks).reshape(*mixed.shape[:2], -1), weights.wo_b, numerics)
+    ranks = grouped_fp8_linear(groups, weights.wo_a.get_value(), implementation=setting.linear_implementation)
+    return linear(numerics.round(ranks).reshape(*mixed.shape[:2], -1), weights.wo_b, setting)
 
 
 def _scores(query: jax.Array, keys: jax.Array) -> jax.Array:

@@ -65,7 +65,7 @@ class Context(NamedTuple):
 
 def main_features(weights: Drafter, taps: jax.Array, setting: Setting) -> jax.Array:
     """Taps [B, T, taps_width] -> the features that all stages read, activations [B, T, d]."""
-    x = linear(taps, weights.main_proj, setting.numerics)
+    x = linear(taps, weights.main_proj, setting)
     return rms_norm(x, weights.main_norm, setting.config.rms_norm_eps, setting.numerics)
 
 

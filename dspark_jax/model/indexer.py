@@ -54,7 +54,7 @@ def pick_entries(
     heads, width = config.index_n_heads, config.index_head_dim
     cache = compress(weights.compressor, x, cache, rows, OVERLAP_RATIO, lambda e: _finish(e, numerics), setting)
 
-    query = linear(latent_query, weights.wq_b, numerics).reshape(*x.shape[:2], heads, width)
+    query = linear(latent_query, weights.wq_b, setting).reshape(*x.shape[:2], heads, width)
     angles = angles_at(setting.rope.compressed, rows.positions)[:, :, None]
     query = _finish(numerics.round(rotate(query, angles)), numerics)
     head_weights = numerics.round(project(x, weights.weights_proj)).astype(jnp.float32)

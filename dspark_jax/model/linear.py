@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dspark_jax.model.numerics import Numerics
+from dspark_jax.model.rows import Setting
 from dspark_jax.model.weights import Packed
 from pallas_kernels.fp8_linear import fp8_linear
 from pallas_kernels.precision import contract
@@ -15,10 +16,12 @@ def project(x: jax.Array, weight: nnx.Param | jax.Array) -> jax.Array:
     return contract("...i,oi->...o", x, weight[...].astype(x.dtype))
 
 
-def linear(x: jax.Array, weight: Packed, numerics: Numerics) -> jax.Array:
+def linear(x: jax.Array, weight: Packed, setting: Setting) -> jax.Array:
     """A quantised matrix: [..., in] -> activations [..., out]."""
-    product = fp8_linear(x, weight.get_value(), numerics.quantise_linear_inputs, numerics.implementation)
-    return numerics.round(product)
+    numerics = setting.numerics
+    return numerics.round(
+        fp8_linear(x, weight.get_value(), numerics.quantise_linear_inputs, setting.linear_implementation)
+    )
 
 
 def rms_norm(x: jax.Array, weight: nnx.Param, eps: float, numerics: Numerics) -> jax.Array:

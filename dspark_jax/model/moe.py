@@ -68,5 +68,5 @@ def route(weights: Gate, x: jax.Array, ids: jax.Array, setting: Setting) -> Rout
 
 def _shared_expert(weights: SharedExpert, x: jax.Array, setting: Setting) -> jax.Array:
     numerics = setting.numerics
-    gate, up = linear(x, weights.w1, numerics), linear(x, weights.w3, numerics)
-    return linear(numerics.round(swiglu(gate, up, setting.config.swiglu_limit)), weights.w2, numerics)
+    gate, up = linear(x, weights.w1, setting), linear(x, weights.w3, setting)
+    return linear(numerics.round(swiglu(gate, up, setting.config.swiglu_limit)), weights.w2, setting)

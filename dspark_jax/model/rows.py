@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from dspark_jax.config import ModelConfig
 from dspark_jax.model.numerics import Numerics
 from dspark_jax.model.rope import RopeTables
+from pallas_kernels.implementation import Implementation
 from pallas_kernels.partition import Partition
 
 
@@ -60,3 +61,8 @@ class Setting:
     numerics: Numerics = field(metadata={"static": True})
     rope: RopeTables
     partition: Partition | None = field(default=None, metadata={"static": True})
+
+    @property
+    def linear_implementation(self) -> Implementation | None:
+        """Of FP8 matrices: on a mesh XLA splits them, which it can do with no kernel."""
+        return "xla" if self.partition else self.numerics.implementation
