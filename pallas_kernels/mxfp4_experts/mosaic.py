@@ -98,6 +98,7 @@ def mxfp4_experts(
     return jnp.sum(jnp.where(_wanted(picks, live, experts.gate.shape[0])[..., None], outputs, 0), axis=1)
 
 
+@partial(jax.jit, static_argnames=("limit", "quantised"))
 def gate_up(
     x: jax.Array, weights: jax.Array, slots: Slots, experts: Matrices, limit: float, quantised: bool = False
 ) -> jax.Array:
@@ -116,6 +117,7 @@ def gate_up(
     return kernel(x, weights.reshape(-1), *slots, *_arrays(experts.gate, experts.up))[0]
 
 
+@partial(jax.jit, static_argnames=("quantised",))
 def down(hidden: jax.Array, slots: Slots, experts: Matrices, quantised: bool = False) -> jax.Array:
     """The second half alone: bfloat16 [P, f], a hidden vector for every pair, to bfloat16 [P, d]; see `gate_up`."""
     shares = jnp.zeros(len(hidden), jnp.float32)  # which this half ignores
