@@ -90,7 +90,10 @@ def mxfp4_experts(
     limit: float,
     quantised: bool = False,
 ) -> jax.Array:
-    """`reference.mxfp4_experts` for operands that `refusal` does not name; a row's picks are added in their order."""
+    """`reference.mxfp4_experts` for operands that `refusal` does not name, two things apart.
+
+    A row's picks are added in their order, and gate and up are rounded only where they are `quantised`, too.
+    """
     slots = slots_of(picks, live, experts.gate.shape[0])
     shape = _shape(x, weights, slots, experts, limit, quantised)
     _, outputs = layer(shape)(x, weights.reshape(-1), *slots, *_arrays(*experts))

@@ -315,7 +315,7 @@ def _fold(batch: int, first: bool) -> str:
     return "\n".join(lines)
 
 
-def finish(warpgroups: int, width: int, limit: float | None) -> str:
+def finish(warpgroups: int, width: int, limit: float | None, rounded: bool = False) -> str:
     """Adds the warpgroups' sums of a tile in their order, and stores bfloat16 results.
 
     Two buffers take turns. All warpgroups write their sums; the one whose turn it is waits for the others, adds up and
@@ -329,6 +329,7 @@ def finish(warpgroups: int, width: int, limit: float | None) -> str:
         width: columns of the output.
         limit: for a tile of 32 rows of gate and 32 of up: the result is share * silu(min(gate, limit)) * clip(up). None
             for a plain product.
+        rounded: gate and up are rounded to bfloat16 first, as where the official code stores them.
     """
     threads, buffer = warpgroups * WARPGROUP, 4 * ROWS * PITCH
     rows, tokens = (TILE, 4) if limit is None else (TILE // 2, 2)  # of a tile's output, and of a thread
@@ -381,18 +382,21 @@ def finish(warpgroups: int, width: int, limit: float | None) -> str:
     lines.append(f"add.u32 bar, bar, 2; bar.arrive bar, {threads};")
     for i in range(tokens):
         if limit is not None:
+            lines += [_round(f"h{i}"), _round(f"u{i}")] if rounded else []
             lines.append(_swiglu(f"h{i}", f"u{i}", f"share{i}", limit))
         lines.append(f"cvt.rn.bf16.f32 code, h{i}; @there{i} st.global.b16 [to{i}], code;")
     lines.append("DONE:")
     return "\n".join(lines)
 
 
+def _round(value: str) -> str:
+    return f"cvt.rn.bf16.f32 code, {value}; cvt.u32.u16 a, code; shl.b32 a, a, 16; mov.b32 {value}, a;"
+
+
 def _swiglu(gate: str, up: str, share: str, limit: float) -> str:
-    """gate = share * silu(min(gate, limit)) * clip(up, +-limit); both products rounded to bfloat16 before."""
+    """gate = share * silu(min(gate, limit)) * clip(up, +-limit)."""
     bound = _float32(limit)
     return f"""
-        cvt.rn.bf16.f32 code, {gate}; cvt.u32.u16 a, code; shl.b32 a, a, 16; mov.b32 {gate}, a;
-        cvt.rn.bf16.f32 code, {up}; cvt.u32.u16 a, code; shl.b32 a, a, 16; mov.b32 {up}, a;
         min.NaN.f32 {gate}, {gate}, {bound}; min.NaN.f32 {up}, {up}, {bound};
         max.NaN.f32 {up}, {up}, {_float32(-limit)};
         mul.f32 q, {gate}, {_float32(-math.log2(math.e))}; ex2.approx.f32 q, q; add.f32 q, q, {_float32(1.0)};

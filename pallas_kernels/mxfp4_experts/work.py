@@ -256,7 +256,7 @@ class Work:
                 codes = self.read(index, chunk)
                 self.fetch(index + product.tiles_ahead, expert, chunk)
                 sums = self.multiply(codes, chunk, sums)
-            block = ptx.finish(WARPGROUPS, product.outputs, product.limit)
+            block = ptx.finish(WARPGROUPS, product.outputs, product.limit, product.quantised)
             numbers: dict[str, Any] = {"count": count + index, "tile": _rem(first + index, product.tiles)}
             hopper.run(block, sums=sums, partial=self.memory.partial, notes=self.memory.notes, out=self.out, **numbers)
             return slot
