@@ -1,12 +1,14 @@
 """Hyper-connection sites of a block and of a head; the mathematics is `pallas_kernels.hyper_connection`."""
 
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import jax
 
 from dspark_jax.model.rows import Setting
 from dspark_jax.model.weights import HyperConnection
 from pallas_kernels.hyper_connection import Constants, collapse, head_weights, mixes, read, write, write_then_read
+from pallas_kernels.implementation import Implementation
+from pallas_kernels.partition import Partition
 
 
 class Site(NamedTuple):
@@ -18,7 +20,7 @@ class Site(NamedTuple):
 
 def read_streams(weights: HyperConnection, streams: jax.Array, setting: Setting) -> tuple[jax.Array, Site]:
     """Activations [B, T, n, d] -> the input of a half-block [B, T, d], and how its output is written."""
-    x, post, comb = read(streams, *_operands(weights, setting), partition=setting.partition)
+    x, post, comb = read(streams, *_operands(weights, setting), **_options(setting))
     return x, Site(post, comb)
 
 
@@ -32,7 +34,7 @@ def pass_streams(
 ) -> tuple[jax.Array, jax.Array, Site]:
     """`write_streams` of one half-block and `read_streams` of the next: the streams between them, and its results."""
     operands = x, streams, site.post, site.comb, *_operands(weights, setting)
-    streams, x, post, comb = write_then_read(*operands, partition=setting.partition)
+    streams, x, post, comb = write_then_read(*operands, **_options(setting))
     return streams, x, Site(post, comb)
 
 
@@ -40,6 +42,15 @@ def _operands(weights: HyperConnection, setting: Setting) -> tuple[jax.Array, ja
     config = setting.config
     constants = Constants(config.rms_norm_eps, config.hc_sinkhorn_iters, config.hc_eps)
     return weights.fn[...], weights.base[...], weights.scale[...], constants
+
+
+class _Options(TypedDict):
+    implementation: Implementation | None
+    partition: Partition | None
+
+
+def _options(setting: Setting) -> _Options:
+    return {"implementation": setting.numerics.implementation, "partition": setting.partition}
 
 
 def collapse_streams(weights: HyperConnection, streams: jax.Array, setting: Setting) -> jax.Array:
