@@ -20,7 +20,7 @@ KERNELS = ("site", "grouped_fp8_linear", "mxfp4_experts")  # functions that are 
 
 
 def programs(implementation: Implementation | None) -> Iterator[tuple[str, int]]:
-    """Name and identity of every call of a kernel in the decoding loop of a few layers of all kinds and three stages."""
+    """Name and identity of every call of a kernel in the decoding loop of layers of all kinds and three stages."""
     config = cut_flash(4e9)
     assert config.num_hidden_layers == FEWEST_LAYERS == 4 and config.num_stages == 3
     model = abstract_model(config, replace(PRESETS["bfloat16"], implementation=implementation))
@@ -50,7 +50,7 @@ def test_every_round_runs_on_the_kernels() -> None:
     # Eight matrices each, the keys of the context in every stage, the indexer's query, and the projection of the taps.
     assert counts["grouped_fp8_linear"] == 8 * (layers + stages) + stages + indexers + 1
     kinds = Counter(name for name, _ in set(calls))
-    assert kinds["site"] == 4 and kinds["mxfp4_experts"] == 2, "one for target and stages each, with and without writing"
+    assert kinds["site"] == 4 and kinds["mxfp4_experts"] == 2  # target and stages; and with a write
     assert kinds["grouped_fp8_linear"] < 20
 
 
