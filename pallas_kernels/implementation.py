@@ -37,7 +37,9 @@ def choose(asked: Implementation | None, operation: str, refusal: str | None) ->
 
 def _machine_refusal() -> str | None:
     device = jax.config.jax_default_device or jax.devices()[0]
-    if getattr(device, "platform", device) != "gpu":
+    if isinstance(device, str):
+        device = jax.devices(device)[0]
+    if device.platform != "gpu":
         return "no GPU runs this program"
     if not device.compute_capability.startswith("9."):  # the kernels are made of wgmma, which came and went with Hopper
         return f"the kernels are for Hopper GPUs (compute capability 9.0), and {device.device_kind} is none"
