@@ -46,7 +46,7 @@ def test_other_machines_run_xla_and_say_so_once(reason: str, caplog: pytest.LogC
 def test_who_asks_for_a_kernel_gets_it_or_a_reason() -> None:
     """On any machine, so that kernels lower on all."""
     assert choose("mosaic", "op", None) == "mosaic"
-    with pytest.raises(ValueError, match=r"^op has no kernel for these operands: rows are odd; use implementation=None"):
+    with pytest.raises(ValueError, match=r"^op has no kernel for these operands: rows are odd; use"):
         choose("mosaic", "op", "rows are odd")
     with pytest.raises(ValueError, match="implementation is 'triton'; expected 'xla', 'mosaic' or None"):
         choose("triton", "op", None)  # type: ignore[arg-type]
