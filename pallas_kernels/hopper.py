@@ -5,7 +5,7 @@ commit and wait of wgmma belong into one block, because the compiler believes a 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,9 @@ from jax.typing import DTypeLike
 
 WARPGROUP = 128  # threads
 FIRST_NAMED_BARRIER = 9  # Mosaic uses 0 and, for each of up to eight warpgroups, the one after its number
+
+MULTIPROCESSORS = 132
+"""Of an H100 (SXM), H200 or GH200: the blocks of a persistent grid, all of which run at once."""
 
 _VECTOR = 4  # registers that a `registers` value keeps together
 
@@ -79,6 +82,30 @@ def warpgroup_barrier() -> None:
         mgpu.utils.warpgroup_barrier()
 
     wait()
+
+
+def grid_arrive(barrier: Any) -> None:
+    """Counts this warpgroup, whose threads have met, in `barrier`, a 32-bit number in GMEM."""
+    text = f"""
+        .reg .b32 thread; .reg .pred leader;
+        mov.u32 thread, %tid.x; and.b32 thread, thread, {WARPGROUP - 1}; setp.eq.u32 leader, thread, 0;
+        @leader red.release.gpu.global.add.u32 [$barrier], 1;
+        """
+    run(text, barrier=barrier)
+
+
+def grid_wait(barrier: Any, warpgroups: int) -> None:
+    """One thread waits until so many warpgroups have arrived at `barrier`; the others have to meet it afterwards.
+
+    All blocks of the grid have to run at once, or this waits for ever.
+    """
+    text = f"""
+        .reg .b32 thread, seen; .reg .pred p;
+        mov.u32 thread, %tid.x; and.b32 thread, thread, {WARPGROUP - 1}; setp.ne.u32 p, thread, 0; @p bra DONE;
+        AGAIN: ld.acquire.gpu.global.u32 seen, [$barrier]; setp.lt.u32 p, seen, {warpgroups}; @p bra AGAIN;
+        DONE:
+        """
+    run(text, barrier=barrier)
 
 
 def _operand_type(value: Any) -> Any:
@@ -147,6 +174,16 @@ def descriptor(leading_bytes: int, stride_bytes: int, swizzle_bytes: int = 0) ->
         swizzle_bytes: 0 or 128.
     """
     return (1 << 62 if swizzle_bytes else 0) | stride_bytes >> 4 << 32 | leading_bytes >> 4 << 16
+
+
+def vector(registers: Iterable[str]) -> str:
+    """Registers as one operand of a PTX instruction."""
+    return "{" + ", ".join(registers) + "}"
+
+
+def float32(value: float) -> str:
+    """A float32 number as PTX writes it, by its bits."""
+    return f"0f{np.float32(value).view(np.uint32):08X}"
 
 
 def ptx(text: str, results: Mapping[str, ir.Type], operands: Mapping[str, ir.Value]) -> list[ir.Value]:

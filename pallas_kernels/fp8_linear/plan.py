@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from pallas_kernels.block_scaled import BLOCKS
-from pallas_kernels.hopper import WARPGROUP
+from pallas_kernels.hopper import MULTIPROCESSORS, WARPGROUP
 
-THREAD_BLOCKS = 132  # one for each SM of an H100 or H200
+THREAD_BLOCKS = MULTIPROCESSORS
 WARPGROUPS = 4
 FEATURES = 64  # of a unit: wgmma's M
 CHUNK = BLOCKS["e4m3"][1]  # columns that have one scale

@@ -1,13 +1,13 @@
-"""The five blocks of PTX that the kernel is made of, written for a plan, with the names of their operands.
+"""The blocks of PTX that the kernel is made of, written for a plan, with the names of their operands.
 
 In all of them thread (r, t) of a warp, lane 4 r + t, holds of wgmma's A and of its sums the rows r and r + 8 of the
 warp's 16; of sums the columns 2t and 2t + 1 of every 8, and of A the columns 2t, 2t + 1, 2t + 8, 2t + 9 of every step.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from pallas_kernels.fp8_linear.plan import CHUNK, FEATURES, PITCH, WARPGROUPS, Plan
-from pallas_kernels.hopper import FIRST_NAMED_BARRIER, WARPGROUP, descriptor
+from pallas_kernels.hopper import FIRST_NAMED_BARRIER, WARPGROUP, descriptor, float32, vector
 
 FRAGMENTS = FEATURES * CHUNK // 2 // WARPGROUP  # registers of a thread that hold its part of a chunk as float16
 
@@ -95,10 +95,10 @@ def multiply(plan: Plan) -> str:
         wgmma.fence.sync.aligned;
         """
         for step in range(_STEPS):
-            a = _vector(f"$a{4 * step + index}" for index in range(4))
+            a = vector(f"$a{4 * step + index}" for index in range(4))
             yield f"""
             setp.ne.b32 add, {step}, 0; add.u64 step, base, {step * _PAIR * plan.tile >> 4};
-            wgmma.mma_async.sync.aligned.m64n{plan.tile}k16.f32.f16.f16 {_vector(partial)}, {a}, step, add, 1, 1, 0;
+            wgmma.mma_async.sync.aligned.m64n{plan.tile}k16.f32.f16.f16 {vector(partial)}, {a}, step, add, 1, 1, 0;
             """
         yield f"""
         wgmma.commit_group.sync.aligned;
@@ -106,10 +106,10 @@ def multiply(plan: Plan) -> str:
         mad.lo.u32 place, $chunk, {4 * plan.tile}, place;
         wgmma.wait_group.sync.aligned 0;
         """
-        for index, sum in enumerate(partial):
+        for index, part in enumerate(partial):
             if index % 4 == 0:
                 yield f"ld.shared.v2.f32 {{x0, x1}}, [place + {index * 8}];"
-            yield f"mul.f32 {sum}, {sum}, x{index % 2}; fma.rn.f32 $t{index}, {sum}, $scale, $t{index};"
+            yield f"mul.f32 {part}, {part}, x{index % 2}; fma.rn.f32 $t{index}, {part}, $scale, $t{index};"
 
     return "\n".join(lines())
 
@@ -218,8 +218,8 @@ def finish(plan: Plan) -> str:
 def _power(quantised: bool) -> str:
     """`power`, by which a row's chunk is divided, from `largest`, its largest magnitude; both as bits of float32."""
     if quantised:  # 2^ceil(log2(max(largest, 1e-4) / 448)) like `fake_e4m3`
-        return """
-        mov.b32 factor, largest; max.f32 factor, factor, 0f38D1B717; mul.f32 factor, factor, 0f3B124925;
+        return f"""
+        mov.b32 factor, largest; max.f32 factor, factor, {float32(1e-4)}; mul.f32 factor, factor, {float32(1 / 448)};
         mov.b32 power, factor; add.u32 power, power, 0x007FFFFF; and.b32 power, power, 0x7F800000;
         """
     # What is left of x is below 2^15, and of what lies above 2^-31 of that all eight bits are.
@@ -236,7 +236,3 @@ def _scaled(quantised: bool, word: str, to: str) -> str:
     shl.b32 other, {word}, 16; mov.b32 even, other; mul.f32 even, even, factor;
     and.b32 other, {word}, 0xFFFF0000; mov.b32 odd, other; mul.f32 odd, odd, factor; {convert}
     """
-
-
-def _vector(registers: Iterable[str]) -> str:
-    return "{" + ", ".join(registers) + "}"

@@ -162,12 +162,12 @@ def layer(shape: Shape) -> Callable[..., tuple[jax.Array, jax.Array]]:
         slots = Slots(experts, pairs)
         work = _work(shape, True, matrices[:4], x, shares, hidden, slots, refs[12:])
         after = _work(shape, False, matrices[4:], hidden, shares, outputs, slots, refs[12:])
-        _ = after.first_experts
+        _ = after.first_experts  # asked for now, used after the barrier
         work.run(jnp.int32(0))
         hopper.warpgroup_barrier()
-        hopper.run(ptx.SIGNAL, barrier=barrier)
+        hopper.grid_arrive(barrier)
         after.fetch_first()
-        hopper.run(ptx.wait(BLOCKS * WARPGROUPS), barrier=barrier)
+        hopper.grid_wait(barrier, BLOCKS * WARPGROUPS)
         hopper.warpgroup_barrier()
         after.split(after.load(after.slot(after.range[0])))
         after.walk(work.range[1] - work.range[0])

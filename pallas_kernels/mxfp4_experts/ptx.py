@@ -1,15 +1,13 @@
 """The arithmetic of the expert kernel, in PTX for the threads of one warpgroup.
 
-Three blocks: `split` turns bfloat16 rows into pairs of e4m3 numbers, `multiply` adds the products of a chunk of weights
-with them, `finish` adds up the warpgroups and applies what follows a product. How the numbers lie in registers and in
-shared memory is told where they are.
+`load` brings the bfloat16 rows of a slot into registers and `split` makes them pairs of e4m3 numbers; `read` brings a
+chunk of weights into registers and `multiply` adds its products with the rows; `finish` adds up the warpgroups and
+applies what follows a product. How numbers lie in registers and in shared memory is told where they are.
 """
 
 import math
 
-import numpy as np
-
-from pallas_kernels.hopper import FIRST_NAMED_BARRIER, WARPGROUP
+from pallas_kernels.hopper import FIRST_NAMED_BARRIER, WARPGROUP, float32, vector
 
 ROWS = 8
 """Token rows of a slot: the N side of wgmma."""
@@ -65,8 +63,8 @@ def load(groups: int, warpgroups: int, picks: int) -> str:
         )
         lines += [f"mov.b32 $loaded{first + i}, 0;" for i in range(16)]
         for i in range(0, 16, 4):
-            vector = ", ".join(f"$loaded{first + i + j}" for j in range(4))
-            lines.append(f"@there ld.global.v4.u32 {{{vector}}}, [from + {4 * i}];")
+            four = vector(f"$loaded{first + i + j}" for j in range(4))
+            lines.append(f"@there ld.global.v4.u32 {four}, [from + {4 * i}];")
     return "\n".join(lines)
 
 
@@ -125,8 +123,8 @@ def split(groups: int, parts_bytes: int, quantised: bool) -> str:
         for even in (0, 4):
             lines.append("mad.lo.u32 a, piece, 16, at; xor.b32 piece, piece, 1;")
             for part, offset in (("h", 0), ("l", groups * GROUP * ROWS)):
-                vector = ", ".join(f"{part}{even + i}" for i in range(4))
-                lines.append(f"@mine st.shared.v4.u32 [a + {offset}], {{{vector}}};")
+                four = vector(f"{part}{even + i}" for i in range(4))
+                lines.append(f"@mine st.shared.v4.u32 [a + {offset}], {four};")
         for i, note in enumerate((f"$loaded{32 + half}", "factor", f"$loaded{34 + half}")):
             lines.append(f"@leader st.shared.u32 [notes + {4 * (i * ROWS + half)}], {note};")
     lines.append("fence.proxy.async.shared::cta;")  # the tensor cores read what ordinary stores wrote
@@ -152,7 +150,7 @@ def _part(words: list[str], index: int) -> str:
                 lines.append(
                     f"""
                     {move.format(word)} mov.b32 y{i}, a; mul.f32 y{i}, y{i}, scale;
-                    mul.rn.f32 z{i}, y{i}, {_float32(2**20 + 1)}; sub.rn.f32 z{2 + i}, z{i}, y{i};
+                    mul.rn.f32 z{i}, y{i}, {float32(2**20 + 1)}; sub.rn.f32 z{2 + i}, z{i}, y{i};
                     sub.rn.f32 z{i}, z{i}, z{2 + i}; sub.rn.f32 y{i}, y{i}, z{i};
                     """
                 )
@@ -170,7 +168,7 @@ def _quantise(words: list[str]) -> str:
         f"""
         shfl.sync.bfly.b32 a, most, 1, 31, 0xFFFFFFFF; max.u32 most, most, a;
         shfl.sync.bfly.b32 a, most, 2, 31, 0xFFFFFFFF; max.u32 most, most, a; shl.b32 most, most, 16;
-        mov.b32 y0, most; max.NaN.f32 y0, y0, {_float32(1e-4)}; mul.rn.f32 y0, y0, {_float32(1 / 448)}; mov.b32 e, y0;
+        mov.b32 y0, most; max.NaN.f32 y0, y0, {float32(1e-4)}; mul.rn.f32 y0, y0, {float32(1 / 448)}; mov.b32 e, y0;
         and.b32 a, e, 0x7FFFFF; and.b32 e, e, 0x7F800000; setp.ne.u32 up, a, 0; @up add.u32 e, e, 0x800000;
         mov.b32 scale, e; sub.u32 e, 0x7F000000, e; mov.b32 unscale, e;
         """  # ceil(log2) off the bits, as `power_of_two_scale_exponent`
@@ -263,14 +261,14 @@ def multiply(chunk: int, groups: int, parts_bytes: int, first: bool) -> str:
     return "\n".join(lines)
 
 
-def _registers(batch: int) -> list[tuple[int, int]]:
+def _groups(batch: int) -> list[tuple[int, int]]:
     """The groups of a batch, and which set of registers each has; two batches take turns."""
     return [(batch * _BATCH + i, batch % 2 * _BATCH + i) for i in range(_BATCH)]
 
 
 def _decode(batch: int) -> str:
     lines = []
-    for group, set_ in _registers(batch):
+    for group, set_ in _groups(batch):
         for half in (0, 1):  # rows r and r + 8
             code, even, odd = f"$codes{2 * group + half}", f"A{4 * set_ + half}", f"A{4 * set_ + 2 + half}"
             lines.append(
@@ -285,14 +283,14 @@ def _decode(batch: int) -> str:
 
 def _products(batch: int, lo_offset: int) -> str:
     lines = ["wgmma.fence.sync.aligned;"]
-    for group, set_ in _registers(batch):
-        sums, weights = (", ".join(f"{name}{4 * set_ + i}" for i in range(4)) for name in "dA")
+    for group, set_ in _groups(batch):
+        sums, weights = (vector(f"{name}{4 * set_ + i}" for i in range(4)) for name in "dA")
         for offset, add in ((0, "no"), (lo_offset, "yes")):
             start = (group // 4 * 1024 + group % 4 * GROUP + offset) >> 4  # descriptors count in 16 bytes
             lines.append(
                 f"""
                 add.u32 low, parts, {start}; mov.b64 descriptor, {{low, {1 << 30 | 1024 >> 4}}};
-                wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {{{sums}}}, {{{weights}}}, descriptor, {add}, 1, 1;
+                wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {sums}, {weights}, descriptor, {add}, 1, 1;
                 """
             )
     lines.append("wgmma.commit_group.sync.aligned;")
@@ -301,7 +299,7 @@ def _products(batch: int, lo_offset: int) -> str:
 
 def _fold(batch: int, first: bool) -> str:
     lines = []
-    for group, set_ in _registers(batch):
+    for group, set_ in _groups(batch):
         for half in (0, 1):
             shift = 23 - 8 * (group % 4)  # a scale's code is the exponent field of its float32
             move = f"shl.b32 e{half}, $codes{16 + 2 * half + group // 4}, {shift};"
@@ -395,32 +393,10 @@ def _round(value: str) -> str:
 
 def _swiglu(gate: str, up: str, share: str, limit: float) -> str:
     """gate = share * silu(min(gate, limit)) * clip(up, +-limit)."""
-    bound = _float32(limit)
+    bound = float32(limit)
     return f"""
         min.NaN.f32 {gate}, {gate}, {bound}; min.NaN.f32 {up}, {up}, {bound};
-        max.NaN.f32 {up}, {up}, {_float32(-limit)};
-        mul.f32 q, {gate}, {_float32(-math.log2(math.e))}; ex2.approx.f32 q, q; add.f32 q, q, {_float32(1.0)};
+        max.NaN.f32 {up}, {up}, {float32(-limit)};
+        mul.f32 q, {gate}, {float32(-math.log2(math.e))}; ex2.approx.f32 q, q; add.f32 q, q, {float32(1.0)};
         div.full.f32 {gate}, {gate}, q; mul.f32 {gate}, {gate}, {up}; mul.f32 {gate}, {gate}, {share};
-        """
-
-
-def _float32(value: float) -> str:
-    return f"0f{np.float32(value).view(np.uint32):08X}"
-
-
-SIGNAL = """
-    .reg .b32 thread; .reg .pred leader;
-    mov.u32 thread, %tid.x; and.b32 thread, thread, 127; setp.eq.u32 leader, thread, 0;
-    @leader red.release.gpu.global.add.u32 [$barrier], 1;
-    """
-"""Counts this warpgroup, whose threads have met, in `barrier` in global memory."""
-
-
-def wait(count: int) -> str:
-    """One thread waits until `barrier` has counted all warpgroups; the others have to meet it afterwards."""
-    return f"""
-        .reg .b32 thread, seen; .reg .pred p;
-        mov.u32 thread, %tid.x; and.b32 thread, thread, 127; setp.ne.u32 p, thread, 0; @p bra DONE;
-        AGAIN: ld.acquire.gpu.global.u32 seen, [$barrier]; setp.lt.u32 p, seen, {count}; @p bra AGAIN;
-        DONE:
         """

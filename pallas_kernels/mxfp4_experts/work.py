@@ -15,8 +15,8 @@ from pallas_kernels import hopper
 from pallas_kernels.mxfp4_experts import ptx
 from pallas_kernels.mxfp4_experts.ptx import CHUNK_BYTES, GROUP, TILE
 
-BLOCKS = 132
-"""Of the persistent grid, all of which run at once: the multiprocessors of an H100 or H200."""
+BLOCKS = hopper.MULTIPROCESSORS
+"""Of the grid. They have to run at once: between the products they wait for each other."""
 WARPGROUPS = 4
 STAGES = 4
 """Chunks of 8 KB that a warpgroup has under way: 128 KB of weights for a multiprocessor."""
@@ -145,7 +145,7 @@ class Work:
     Attributes:
         product: which.
         matrices: its payloads and scales, in global memory.
-        rows: bfloat16, what it is the product with.
+        rows: bfloat16, what the matrices are multiplied with.
         shares: float32, for each pair.
         out: bfloat16, for each pair.
         slots: as `Slots`, in global memory.
