@@ -13,7 +13,8 @@ pieces of 128 channels, then lanes, then blocks, each in a fixed order.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import MULTIPROCESSORS
 from pallas_kernels.hyper_connection.reference import Constants
 
 Ref = Any  # of Pallas, which has no public type for what `.at` gives
@@ -33,6 +35,7 @@ SLOTS = 8  # groups that blocks exchange: the mixing values, the sum of squares,
 WARPGROUPS = 3
 SHARE = GROUPS // WARPGROUPS
 BLOCKS = 8  # of a cluster, as many as every Hopper GPU can place together
+CLUSTERS = MULTIPROCESSORS // BLOCKS  # that run at once
 PIECE = 128  # channels that a warp multiplies at a time, four a lane
 AHEAD = 8  # pieces of fn under way before a block waits for new streams
 
@@ -53,24 +56,30 @@ def _row_a_lane(*shape: int) -> Any:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the work is cut: `blocks` of a cluster share the channels of `rows` token rows (2, 4 or 8)."""
+    """How the work is cut: `blocks` of a cluster share the channels of `rows` token rows (2 or 4)."""
 
     blocks: int
     rows: int
 
 
 def tiling(total: int) -> Tiling:
-    """For `total` token rows: few rows a cluster while that leaves GPUs idle, many once fn is read too often."""
-    return Tiling(blocks=BLOCKS, rows=2 if total <= 16 else 4 if total <= 64 else 8)
+    """For `total` token rows: the fewest rows a cluster with which all clusters run at once, but at most 4.
+
+    More rows a cluster read fn less often, but the body is unrolled over them: at the size of V4-Flash a kernel takes
+    4, 9 and 18 s to lower and compile for 2, 4 and 8 rows, and a model has two for every number of rows that it runs.
+    By estimate 8 rows would save 3 us of a site of 192 rows and 20 us of one of 512, less than 1 % and 5 % of a step,
+    which then reads nearly all experts: thousands of steps would pass before the wait is won back.
+    """
+    return Tiling(blocks=BLOCKS, rows=2 if total <= 2 * CLUSTERS else 4)
 
 
 def refusal(streams: jax.Array) -> str | None:
-    """Why the kernel does not take these streams [..., n, d], as a clause."""
+    """Why the kernel does not take these streams [..., n, d], as a clause; None if it does."""
     n, d = streams.shape[-2:]
     if n != N:
-        return f"it has {N} streams, and these are {n}"
+        return f"it takes {N} streams, and these are {n}"
     if d % (BLOCKS * PIECE):
-        return f"channels come in multiples of {BLOCKS * PIECE}, and these are {d}"
+        return f"it takes multiples of {BLOCKS * PIECE} channels, and these are {d}"
     return None
 
 
@@ -197,9 +206,7 @@ def _write(y: Ref, streams: Ref, post: Ref, comb: Ref, destinations: list[Ref]) 
     output = y[...].astype(jnp.float32)
     before = [streams[j].astype(jnp.float32) for j in range(N)]
     for k in range(N):
-        mixed = comb[0, k] * before[0]
-        for j in range(1, N):
-            mixed = mixed + comb[j, k] * before[j]
+        mixed = _sum(comb[j, k] * before[j] for j in range(N))
         after = (post[k] * output + mixed).astype(streams.dtype)
         for destination in destinations:
             destination[k] = after
@@ -225,12 +232,8 @@ def _project(
 
 def _sum_of_blocks(partial: Ref, blocks: int) -> jax.Array:
     """The sums of [rows, SLOTS, N] over the cluster, in the order of the blocks."""
-    total = None
-    for peer in range(blocks):
-        theirs = partial if blocks == 1 else plgpu.cluster_ref(partial, {"block": peer})
-        total = _add(total, _load(theirs, _EXCHANGE))
-    assert total is not None
-    return total
+    peers = (partial if blocks == 1 else plgpu.cluster_ref(partial, {"block": peer}) for peer in range(blocks))
+    return _sum(_load(theirs, _EXCHANGE) for theirs in peers)
 
 
 def _logits(mixed: Ref, base: Ref, scale: jax.Array, factor: jax.Array) -> jax.Array:
@@ -267,17 +270,18 @@ def _reciprocal(x: jax.Array) -> jax.Array:
 
 def _collapse(streams: Ref, reading: Ref, x: Ref) -> None:
     """What a half-block reads of one row: streams [N, channels] -> x [channels]."""
-    total = None
-    for j in range(N):
-        total = _add(total, reading[j] * streams[j].astype(jnp.float32))
-    assert total is not None
-    x[...] = total.astype(x.dtype)
+    x[...] = _sum(reading[j] * streams[j].astype(jnp.float32) for j in range(N)).astype(x.dtype)
 
 
 def _share_rows(rows: int, worker: jax.Array, workers: int, work: Callable[[jax.Array], None]) -> None:
     """This worker's part of `rows` rows: every `workers`-th."""
     turns = (rows - worker + workers - 1) // workers
     lax.fori_loop(0, turns, lambda i, _: work(worker + i * workers), None)
+
+
+def _sum(terms: Iterable[jax.Array]) -> jax.Array:
+    """In their order."""
+    return functools.reduce(operator.add, terms)
 
 
 def _add(total: Any, term: jax.Array) -> jax.Array:
