@@ -6,6 +6,8 @@ from typing import Literal
 
 import jax
 
+from pallas_kernels.hopper import MULTIPROCESSORS
+
 Implementation = Literal["xla", "mosaic"]
 
 _log = logging.getLogger(__name__)
@@ -15,8 +17,8 @@ def choose(asked: Implementation | None, operation: str, refusal: str | None) ->
     """The implementation to run.
 
     Args:
-        asked: None takes the kernel where this machine has a Hopper GPU and the kernel takes the operands, and else
-            XLA, saying once why. "mosaic" does not look at the machine, so that kernels lower on any.
+        asked: None takes the kernel where this machine has a Hopper GPU of full size and the kernel takes the operands,
+            and else XLA, saying once why. "mosaic" does not look at the machine, so that kernels lower on any.
         operation: its name.
         refusal: why the kernel does not take these operands, as a clause; None if it does.
 
@@ -43,6 +45,8 @@ def _machine_refusal() -> str | None:
         return "no GPU runs this program"
     if not device.compute_capability.startswith("9."):  # the kernels are made of wgmma, which came and went with Hopper
         return f"the kernels are for Hopper GPUs (compute capability 9.0), and {device.device_kind} is none"
+    if device.core_count < MULTIPROCESSORS:  # blocks that are not all there would wait for each other for ever
+        return f"the kernels are for GPUs of {MULTIPROCESSORS} multiprocessors, and this one has {device.core_count}"
     return None
 
 

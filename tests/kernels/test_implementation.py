@@ -10,7 +10,8 @@ import pytest
 from pallas_kernels import implementation
 from pallas_kernels.implementation import choose
 
-HOPPER = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H200")
+HOPPER = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H200", core_count=132)
+SMALL_HOPPER = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H100 PCIe", core_count=114)
 BLACKWELL = SimpleNamespace(platform="gpu", compute_capability="10.0", device_kind="NVIDIA B200")
 
 
@@ -32,7 +33,11 @@ def test_a_hopper_gpu_runs_the_kernel_where_it_takes_the_operands(caplog: pytest
 
 @pytest.mark.parametrize(
     ("machine", "reason"),
-    [(BLACKWELL, "are for Hopper GPUs .* NVIDIA B200 is none"), (SimpleNamespace(platform="cpu"), "no GPU runs this")],
+    [
+        (BLACKWELL, "are for Hopper GPUs .* NVIDIA B200 is none"),
+        (SMALL_HOPPER, "are for GPUs of 132 multiprocessors, and this one has 114"),
+        (SimpleNamespace(platform="cpu"), "no GPU runs this"),
+    ],
     indirect=["machine"],
 )
 @pytest.mark.usefixtures("machine")
