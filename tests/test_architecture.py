@@ -219,7 +219,7 @@ class TestGradients:
             def loss(parameters: nnx.State, rest: nnx.State) -> jax.Array:
                 drafter = nnx.merge(definition, parameters, rest)
                 taps = jnp.ones((1, model.config.taps_width), jnp.float32)
-                features = linear(taps, drafter.main_proj, model.numerics)
+                features = linear(taps, drafter.main_proj, model.setting(1))
                 return jnp.sum(rms_norm(features, drafter.main_norm, model.config.rms_norm_eps, model.numerics) ** 2)
 
             gradients = jax.grad(loss)(parameters, rest)
