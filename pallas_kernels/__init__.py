@@ -1,1 +1,4 @@
-"""Operations of transformer layers, each with its meaning in plain jax.numpy. Imports jax only and knows no model."""
+"""Operations of transformer layers, each with its meaning in plain jax.numpy, some with a kernel for Hopper GPUs.
+
+Imports jax only and knows no model.
+"""

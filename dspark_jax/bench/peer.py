@@ -35,7 +35,7 @@ class PeerRun:
 
 
 def run_peer(cases: Sequence[Case]) -> PeerRun:
-    """Times the peer. It does not share this process, of which it would otherwise need the memory.
+    """Times the peer, in a process of its own: two packages do not share the memory of a GPU well.
 
     Raises:
         RequestError: it has no product for a case, or cannot run here; the message says what is missing.

@@ -254,7 +254,8 @@ def kernel(
     wanted = cases(operation, live, rows, [_shape(text) for text in shape], quantised)
     if jax.default_backend() != "gpu":
         raise RequestError(
-            "there is no GPU that JAX can use, and kernels are timed on one; see `uv sync --extra cuda`."
+            "there is no GPU that JAX can use, and kernels are timed on one; on a machine that has one, "
+            "`uv sync --extra cuda` installs what JAX needs for it."
         )
     implementations = list(dict.fromkeys([implementation, compare or implementation]))
     with steps_bar("bench") as begin:

@@ -1,4 +1,4 @@
-"""Numerics as data: which dtype activations have, which of the official fake quantisations are simulated, by what.
+"""Numerics as data: which dtype activations have, which of the official fake quantisations are simulated.
 
 Layers ask a `Numerics`; nobody asks which preset it is. There is no field for matmul precision: a float32 product is
 always taken at the highest precision, and a product of bfloat16 operands is exact before its float32 accumulation, so

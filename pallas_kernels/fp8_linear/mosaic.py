@@ -2,12 +2,14 @@
 
 Features are on the M side of wgmma and rows on its N side. A byte of the checkpoint is an e4m3 number, and one
 instruction makes two of them float16; and bfloat16 rows, too, are float16 once they are divided, 128 columns at a time,
-by powers of two of their own. So products are exact, the tensor cores add up 128 columns in float32, and what is left
-to do for the scales of both is to multiply each such sum. Quantised rows have the powers of their quantisation.
+by powers of two of their own (but for what is below 2^-31 of the largest of the 128). So products are exact, the tensor
+cores add up 128 columns in float32, and what is left to do for the scales of both is to multiply each such sum. The
+powers of quantised rows are those of their quantisation.
 
 Which column stands where along K is free as long as weights and rows agree. It is chosen so that a thread needs 16
-neighbouring bytes of a row for four steps of wgmma: weights need no SMEM, no barrier and no tensor map, and a launch
-has little to set up. The latency hides behind the chunks that a warpgroup asks for ahead of the one it multiplies.
+neighbouring bytes of a row for four steps of wgmma, and copies to SMEM only what itself reads: weights need no barrier
+and no tensor map, and a launch has little to set up. The latency hides behind the chunks that a warpgroup asks for
+ahead of the one it multiplies.
 """
 
 import math
@@ -25,7 +27,7 @@ from pallas_kernels.block_scaled import BLOCKS, BlockScaled, Master
 from pallas_kernels.fp8_linear import ptx
 from pallas_kernels.fp8_linear.plan import CHUNK, FEATURES, SLOT_BYTES, THREAD_BLOCKS, WARPGROUPS, Plan, plan_of
 
-MOST_ROWS = 128  # above, one pass over decoded weights is faster than many over packed ones
+MOST_ROWS = 128  # by choice: every 32 rows are a pass over the weights, and XLA decodes them once
 
 
 class _Place(NamedTuple):

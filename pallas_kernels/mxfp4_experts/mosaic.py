@@ -27,8 +27,8 @@ from pallas_kernels.mxfp4_experts.work import (
 )
 
 MOST_PAIRS = 3072
-"""Of 512 rows that pick six experts each. A pass reads an expert once for every eight of its rows, so that beyond many
-more one pass over decoded weights is faster."""
+"""By choice, those of 512 rows that pick six experts each: an expert is read once for every eight of its rows, and XLA
+decodes it once."""
 LARGEST_WIDTH = 4096
 """Columns whose two parts fit into shared memory beside the weights."""
 WIDTH_STEP = 2048
