@@ -67,8 +67,8 @@ def tiling(total: int) -> Tiling:
 
     More rows a cluster read fn less often, but the body is unrolled over them: at the size of V4-Flash a kernel takes
     4, 9 and 18 s to lower and compile for 2, 4 and 8 rows, and a model has two for every number of rows that it runs.
-    By estimate 8 rows would save 3 us of a site of 192 rows and 20 us of one of 512, less than 1 % and 5 % of a step,
-    which then reads nearly all experts: thousands of steps would pass before the wait is won back.
+    By estimate 8 rows would save 4 us of a site of 192 rows and 26 us of one of 512, 1 and 6 % of a step, which then
+    reads nearly all experts: thousands of steps would pass before the wait is won back.
     """
     return Tiling(blocks=BLOCKS, rows=2 if total <= 2 * CLUSTERS else 4)
 

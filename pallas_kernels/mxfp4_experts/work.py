@@ -102,7 +102,7 @@ class Product:
 
     @property
     def tiles_ahead(self) -> int:
-        """How far ahead of their use chunks are fetched."""
+        """How many tiles ahead of its use a chunk is fetched."""
         return STAGES // self.chunks
 
     @property
