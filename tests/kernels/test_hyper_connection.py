@@ -170,7 +170,8 @@ def test_the_kernel_has_the_gradient_of_the_reference(monkeypatch: pytest.Monkey
     ours, theirs = (
         jax.jit(jax.grad(functools.partial(loss, name), range(7)))(*arguments) for name in ("mosaic", "xla")
     )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), ours, theirs)
+    for one, other in zip(ours, theirs, strict=True):  # as arrays: single values are small differences of large ones
+        assert np.linalg.norm(one - other) < 2e-3 * np.linalg.norm(other)
 
 
 @pytest.mark.parametrize(
