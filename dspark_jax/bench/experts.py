@@ -13,9 +13,9 @@ from dspark_jax.bench.sparse import FLASH
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import RequestError
 from pallas_kernels.block_scaled import BlockScaled, Master, decoded_product
-from pallas_kernels.implementation import Implementation
+from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.mxfp4_experts import Matrices, mxfp4_experts, reference, swiglu
-from pallas_kernels.mxfp4_experts.mosaic import down, gate_up, slots_of
+from pallas_kernels.mxfp4_experts.mosaic import down, gate_up, refusal, slots_of
 from pallas_kernels.mxfp4_experts.work import Slots
 from pallas_kernels.precision import round_to
 
@@ -114,7 +114,8 @@ class GateUp(_ExpertsCase):
 
     def apply(self, x: jax.Array, operands: Group, implementation: Implementation) -> jax.Array:
         """The kernel's half; XLA runs the reference."""
-        if implementation == "xla":
+        refused = refusal(x, operands.weights, operands.experts)
+        if choose(implementation, self.operation, refused) == "xla":
             return self.reference(x, operands)
         rows, weights = x.reshape(-1, x.shape[-1]), operands.weights.reshape(-1, 1)
         hidden = gate_up(rows, weights, operands.slots, operands.experts, self.config.swiglu_limit)
@@ -147,7 +148,8 @@ class Down(_ExpertsCase):
 
     def apply(self, x: jax.Array, operands: Group, implementation: Implementation) -> jax.Array:
         """The kernel's half; XLA runs the reference."""
-        if implementation == "xla":
+        refused = refusal(x, operands.weights, operands.experts)
+        if choose(implementation, self.operation, refused) == "xla":
             return self.reference(x, operands)
         return down(x.reshape(-1, x.shape[-1]), operands.slots, operands.experts).reshape(*x.shape[:2], -1)
 

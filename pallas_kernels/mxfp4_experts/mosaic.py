@@ -92,7 +92,7 @@ def mxfp4_experts(
 ) -> jax.Array:
     """`reference.mxfp4_experts` for operands that `refusal` does not name, two things apart.
 
-    A row's picks are added in their order, and gate and up are rounded only where they are `quantised`, too.
+    A row's picks are added in one order of their own, and gate and up are rounded only where they are `quantised`, too.
     """
     slots = slots_of(picks, live, experts.gate.shape[0])
     shape = _shape(x, weights, slots, experts, limit, quantised)
