@@ -36,7 +36,9 @@ Examples:
 
 CROSSCHECK_DESCRIPTION = "Check this package's numbers against PyTorch's: `crosscheck compare`."
 
-BENCH_DESCRIPTION = "Measure this machine: `bench load`, `bench generate`, `bench bandwidth`, `bench kernel`."
+BENCH_DESCRIPTION = (
+    "Measure this machine: `bench load`, `bench generate`, `bench bandwidth`, `bench convert`, `bench kernel`."
+)
 
 DATA_DESCRIPTION = "Data to train a drafter on: `data regenerate`, `data cache`, `data describe`."
 
@@ -94,6 +96,7 @@ def _app() -> SubcommandApp:
     benches.command(bench.load)
     benches.command(bench.generate)
     benches.command(bench.bandwidth)
+    benches.command(bench.convert)
     benches.command(bench.kernel)
     app.command(benches, name="bench", help=BENCH_DESCRIPTION)
     datas.command(data.regenerate)

@@ -13,6 +13,7 @@ from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from dspark_jax.bench.bandwidth import BandwidthReport, bench_bandwidth
 from dspark_jax.bench.case import Operation, Shape
+from dspark_jax.bench.convert import ENCODERS, STACK, ConvertReport, Format, bench_convert
 from dspark_jax.bench.generate import bench_generate
 from dspark_jax.bench.kernel import bench_kernel
 from dspark_jax.bench.load import LoadReport, bench_load
@@ -219,6 +220,44 @@ def print_bandwidth(report: BandwidthReport) -> None:
     table = _table("pass", "per second", "quartiles apart")
     for name, spread in report.spread.items():
         table.add_row(name.replace("_", " and "), decimal(round(getattr(report, name))), f"{spread:.1%}")
+    RESULT.print(table)
+
+
+def convert(
+    *,
+    format: Annotated[tuple[Format, ...], arg(metavar="F ...", help_behavior_hint="(default: all)")] = (),
+    json: bool = False,
+) -> int:
+    """Encode Gaussian weights into block formats of GGUF on the CPU, beside a copy of them in the same run.
+
+    Args:
+        format: Any of q2_k, q4_k and q8_0.
+        json: Print one JSON object.
+    """
+    with spinner("encoding"):
+        report = bench_convert(tuple(dict.fromkeys(format)) or tuple(ENCODERS))
+    if json:
+        print_json(report.to_dict())
+    else:
+        print_convert(report)
+    return 0
+
+
+def print_convert(report: ConvertReport) -> None:
+    """A line for each format."""
+    RESULT.print(f"a stack is {' x '.join(map(str, STACK))} values; a copy makes ", end="")
+    RESULT.print(f"{report.copy_values_per_second / 1e6:,.0f} million float32 values a second\n")
+    table = _table("format", "million values/s", "a stack", "of plain rounding", "of a copy", "quartiles apart")
+    for speed in report.speeds:
+        plain = speed.plain_values_per_second
+        table.add_row(
+            speed.format,
+            f"{speed.values_per_second / 1e6:,.1f}",
+            f"{speed.stack_seconds:,.0f} s",
+            "-" if plain is None else f"{speed.values_per_second / plain:.1%}",
+            f"{speed.values_per_second / report.copy_values_per_second:.1%}",
+            f"{speed.spread:.1%}",
+        )
     RESULT.print(table)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-PIECE = 1 << 14
+PIECE = 1 << 15
 """Values, or bytes, that are worked on at once: an operand of NumPy that stays in the cache with a dozen others."""
 
 
