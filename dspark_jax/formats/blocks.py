@@ -61,9 +61,7 @@ def to_halves(scales: NDArray[np.float32]) -> NDArray[np.float16]:
         halves = scales.astype(np.float16)
     if not np.isfinite(halves).all():
         worst = scales[~np.isfinite(halves)][0]
-        raise ValueError(
-            f"a block needs the scale {worst}, which float16 cannot hold; values must be finite and smaller"
-        )
+        raise ValueError(f"a block needs the scale {worst}, but float16 ends at 65504; give finite and smaller values")
     return halves
 
 

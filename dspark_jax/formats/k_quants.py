@@ -83,7 +83,7 @@ def quantise(values: Floats, kind: Kind, search: bool) -> Parts:
     """
     x = np.ascontiguousarray(values.reshape(-1, kind.group).T)
     with np.errstate(all="ignore"):  # a group of equal or nearly equal values divides by zero: its q are 0
-        grid = _searched(x, kind) if search else _spanning(x, kind)
+        grid = searched(x, kind) if search else spanning(x, kind)
         scales, minima = (part.reshape(len(values), -1) for part in (grid.scale, -grid.low))
         d, s = _share(scales, kind, stored=not search)
         dmin, m = _share(minima, kind, stored=not search)
@@ -99,14 +99,14 @@ def dequantise(d: Floats, dmin: Floats, s: NDArray[np.uint8], m: NDArray[np.uint
     return ((d * s)[..., None] * in_groups - (dmin * m)[..., None]).reshape(-1, BLOCK)
 
 
-def _spanning(x: Floats, kind: Kind) -> Grid:
+def spanning(x: Floats, kind: Kind) -> Grid:
     """The grid from the least value or zero to the greatest or zero."""
     low, high = np.minimum(x.min(axis=0), np.float32(0)), np.maximum(x.max(axis=0), np.float32(0))
     span: Floats = high - low
     return Grid(span / np.float32(kind.levels), low, low, np.zeros_like(low))
 
 
-def _searched(x: Floats, kind: Kind) -> Grid:
+def searched(x: Floats, kind: Kind) -> Grid:
     """The best of the grid that spans the values and of least-squares fits to roundings by stretched grids.
 
     Each improvement moves the lower end from which the next trials stretch, so that the order of the trials matters.
@@ -167,7 +167,7 @@ def _nearest(values: Floats, largest: int) -> Floats:
 def _share(scales: Floats, kind: Kind, stored: bool) -> tuple[NDArray[np.float16], NDArray[np.uint8]]:
     """Scales [blocks, groups] >= 0 -> a float16 unit [blocks] and integers 0..largest [blocks, groups] of it."""
     most = scales.max(axis=1)
-    most = np.where(most > 0, most, np.float32(0))  # rather than -0
+    most = np.where(most <= 0, np.float32(0), most)  # which may be -0, or NaN for `to_halves` to refuse
     largest = np.float32(kind.largest)
     unit = to_halves(most / largest)
     shares = scales / unit.astype(np.float32)[:, None] if stored else (largest / most)[:, None] * scales

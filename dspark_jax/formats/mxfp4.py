@@ -89,7 +89,7 @@ def quantise_as_ggml(weights: NDArray[np.float32]) -> tuple[NDArray[np.uint8], N
     *leading, length = weights.shape
     if length % BLOCK[1]:
         raise ValueError(f"a row of {length} float32 elements is no whole number of blocks of {BLOCK[1]}")
-    blocks = weights.reshape(*leading, -1, BLOCK[1])
+    blocks = weights.reshape(*leading, length // BLOCK[1], BLOCK[1])
     amax = np.abs(blocks).max(axis=-1)
     if not np.isfinite(amax).all():
         raise ValueError("weights to quantise must be finite; these hold NaN or infinity")
@@ -118,7 +118,7 @@ def to_gguf(packed: NDArray[np.uint8] | NDArray[np.int8], scales: NDArray[np.uin
         raise ValueError(f"packed bytes of shape {packed.shape} need a scale for {half}; there are {scales.shape}")
     codes = unpack(packed).reshape(*scales.shape, 2, half)
     blocks = np.concatenate([scales[..., None], codes[..., 0, :] + np.uint8(16) * codes[..., 1, :]], axis=-1)
-    return blocks.reshape(*scales.shape[:-1], -1)
+    return blocks.reshape(*scales.shape[:-1], GGUF_BYTES * scales.shape[-1])
 
 
 def from_gguf(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -130,7 +130,7 @@ def from_gguf(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.
     *leading, length = blocks.shape
     if length % GGUF_BYTES:
         raise ValueError(f"a row of {length} bytes is no whole number of blocks of {GGUF_BYTES}")
-    in_blocks = blocks.reshape(*leading, -1, GGUF_BYTES)
-    halves = in_blocks[..., 1:]
-    codes = np.concatenate([halves % 16, halves // 16], axis=-1)
-    return pack(codes).reshape(*leading, -1), in_blocks[..., 0].copy()
+    in_blocks = blocks.reshape(*leading, length // GGUF_BYTES, GGUF_BYTES)
+    scales, halves = in_blocks[..., 0], in_blocks[..., 1:]
+    codes = np.concatenate([halves % 16, halves // 16], axis=-1).reshape(*leading, BLOCK[1] * scales.shape[-1])
+    return pack(codes), scales.copy()
