@@ -19,6 +19,7 @@ BLOCK = 256
 
 ROUNDING = np.float32(1.5 * 2**23)
 MANTISSA, ZERO = np.int32(2**23 - 1), np.int32(2**22)
+"""Of float32: see `_nearest`."""
 
 type Floats = NDArray[np.float32]
 
@@ -49,7 +50,7 @@ class Kind:
         first: of the search, what the first trial stretches `levels` by; every next one adds 0.1.
         trials: how many there are.
         weights: of the search, [group, groups] of values -> weights of the errors.
-        distance: of the search, errors -> what a weight multiplies; it may overwrite them.
+        distance: of the search, errors -> what a weight multiplies.
     """
 
     group: int
@@ -153,9 +154,9 @@ def _error(x: Floats, weights: Floats, q: Floats, scale: Floats, low: Floats, ki
 
 
 def _nearest(values: Floats, largest: int) -> Floats:
-    """The nearest of 0..largest, halves to even; 0 for NaN, the infinities, and at random from 2^22 on, as in ggml.
+    """The nearest of 0..largest, halves to even; as ggml computes it: 0 for NaN and infinity, meaningless from 2^22 on.
 
-    Adding 1.5 * 2^23 leaves a float32 the integer in its mantissa, as the distance from 2^22.
+    Adding 1.5 * 2^23 rounds to an integer, and leaves it in the mantissa as the distance from 2^22.
     """
     bits = (values + ROUNDING).view(np.int32)
     bits &= MANTISSA
@@ -165,7 +166,10 @@ def _nearest(values: Floats, largest: int) -> Floats:
 
 
 def _share(scales: Floats, kind: Kind, stored: bool) -> tuple[NDArray[np.float16], NDArray[np.uint8]]:
-    """Scales [blocks, groups] >= 0 -> a float16 unit [blocks] and integers 0..largest [blocks, groups] of it."""
+    """Scales [blocks, groups] >= 0 -> a float16 unit [blocks], and how many units each is nearest to, 0..largest.
+
+    They are counted in the unit as it is stored, or as it was before it was rounded to float16.
+    """
     most = scales.max(axis=1)
     most = np.where(most <= 0, np.float32(0), most)  # which may be -0, or NaN for `to_halves` to refuse
     largest = np.float32(kind.largest)

@@ -135,6 +135,26 @@ def test_weights_of_mxfp4_are_exact_in_mxfp4() -> None:
     np.testing.assert_array_equal(decode_mxfp4(encode_mxfp4(values)), values)
 
 
+def plain_by_hand(block: Array, kind: k_quants.Kind) -> list[float]:
+    """What plain rounding leaves of 256 values: a group and a value at a time, by the definition, in float64."""
+    groups = [[float(value) for value in group] for group in block.reshape(-1, kind.group)]
+    lows = [min(0.0, *group) for group in groups]
+    scales = [(max(0.0, *group) - low) / kind.levels for group, low in zip(groups, lows, strict=True)]
+    d, dmin = float(np.float16(max(scales) / kind.largest)), float(np.float16(-min(lows) / kind.largest))
+    left = []
+    for group, low, scale in zip(groups, lows, scales, strict=True):
+        step, offset = d * min(round(scale / d), kind.largest), dmin * min(round(-low / dmin), kind.largest)
+        left += [step * min(max(round((value + offset) / step), 0), kind.levels) - offset for value in group]
+    return left
+
+
+@k_formats
+def test_plain_rounding_by_hand(module: Any) -> None:
+    values = 0.02 * gaussian(20, 256)
+    expected = np.array([plain_by_hand(block, module.KIND) for block in values])
+    np.testing.assert_allclose(module.decode(module.encode(values, search=False)), expected, rtol=1e-5, atol=1e-7)
+
+
 @k_formats
 @both_ways
 @few_examples
