@@ -31,6 +31,8 @@ def rows() -> dict[str, NDArray[np.float32]]:
         "scales below float16": 1e-9 * gaussian,
         "groups differ in their last bits": -gaussian[::16].repeat(16) * (1 + random.integers(0, 4, 256) * 2.0**-23),
         "groups of every size": gaussian * np.ldexp(1.0, random.integers(-30, 10, 16)).repeat(16),
+        # Chosen: one trial more or less in the search of Q2_K or of Q4_K makes other bytes.
+        "last trials": -np.abs(np.random.default_rng(484).standard_normal(256)),
     }
     return {name: values.astype(np.float32) for name, values in made.items()}
 
