@@ -72,8 +72,8 @@ def split(groups: int, parts_bytes: int, quantised: bool) -> str:
     """What `load` loaded as hi + lo, both e4m3, over a power of two for each row of this warpgroup's columns.
 
     hi is the row rounded to four significant bits and lo the rest of it, so eight bits of bfloat16 survive; the error
-    is at most 2^-17 of the largest number of the row. Rows that are missing become zeros; a row that is not finite gets
-    a factor that is not a number.
+    is below 1.5 * 2^-17 of the largest of those numbers. Rows that are missing become zeros; a row that is not finite
+    gets a factor that is not a number.
 
     A lane stores its 16 even columns before its 16 odd ones, as the nibbles of a weight come. Where they lie: 8 rows of
     hi, then 8 of lo; of either 1024 bytes for every 128 columns, row after row, in which the 16-byte piece j of row r

@@ -1,348 +1,330 @@
-"""Runs the body of a Pallas kernel that is made of `hopper.run`, on the CPU: a thread of Python is a warpgroup.
+"""Runs PTX on the CPU, for the threads of a warpgroup together.
 
-Knows the instructions that our kernels use, in the words of the PTX manual, and takes its own notice of none of the
-kernel's conventions: fragments and descriptors of wgmma are read as the manual lays them out. All 128 threads of a
-warpgroup take every instruction together, so races between them go unseen; those between warpgroups may not.
+Knows the instructions that our kernels use, in the words of the PTX manual, and takes no notice of any convention of a
+kernel: fragments, descriptors and swizzles of wgmma are as the manual lays them out. What is asynchronous happens as
+late as it may. The threads of a warpgroup take every instruction together, so races between them go unseen; and one
+warpgroup runs at a time, until it has to wait for another.
 """
 
+import functools
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-import pytest
+from ptx_arithmetic import ARITHMETIC
 
 THREADS = 128
+EVERYONE = np.ones(THREADS, bool)
 E4M3 = ml_dtypes.float8_e4m3fn
-_STATEMENT = re.compile(r"(?:(\w+):)?\s*(?:@(\w+)\s+)?([\w.:]+)\s*(.*)", re.DOTALL)
+SHARED_BYTES = 227 * 1024  # of a block, on Hopper
+_ALIGNMENT = 1024
+_STATEMENT = re.compile(r"(?:(\w+):(?!:))?\s*(?:@(!?)(\w+)\s+)?([\w.:]*)\s*(.*)", re.DOTALL)
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
+_ROW = np.arange(THREADS) // 32 * 16 + np.arange(THREADS) % 32 // 4  # of wgmma, first for a thread
+_QUARTER = np.arange(THREADS) % 4
+_SIZES = {"u8": 1, "b16": 2}
 
 
-@dataclass(frozen=True)
-class Ref:
-    """An array in one of the two memories."""
+class Memory:
+    """Bytes. What nobody wrote is 0xFF: NaN in all formats of a kernel that have one."""
 
-    machine: "Machine"
-    shared: bool
-    address: int
-    shape: tuple[int, ...]
-    dtype: np.dtype
+    def __init__(self, size: int) -> None:
+        self.bytes = np.full(size + _ALIGNMENT, 0xFF, np.uint8)
+        self._end = _ALIGNMENT  # no array is at 0
 
-    @property
-    def at(self) -> "Ref":
-        return self
+    def place(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        """An array that lies here."""
+        start, size = self._end, int(np.prod(shape)) * np.dtype(dtype).itemsize
+        self._end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        assert start + size <= len(self.bytes), "memory is full"
+        return self.bytes[start : start + size].view(dtype).reshape(shape)
 
-    def __getitem__(self, index: int) -> "Ref":
-        size = int(np.prod(self.shape[1:])) * self.dtype.itemsize
-        return Ref(self.machine, self.shared, self.address + int(index) * size, self.shape[1:], self.dtype)
-
-    def read(self) -> np.ndarray:
-        count = int(np.prod(self.shape)) * self.dtype.itemsize
-        memory = self.machine.shared if self.shared else self.machine.whole
-        return memory[self.address : self.address + count].view(self.dtype).reshape(self.shape)
+    def address(self, array: np.ndarray) -> int:
+        """Of the first byte of an array that lies here."""
+        return array.ctypes.data - self.bytes.ctypes.data
 
 
-class Machine:
-    """Two memories, and barriers by number. Memory that nobody wrote is 0xFF: NaN in all formats of a kernel."""
+def swizzled(address: Any) -> Any:
+    """The 128-byte swizzle: of an address, bits 4 to 6 are taken xor bits 7 to 9."""
+    return address ^ (address >> 7 & 7) << 4
 
-    def __init__(self) -> None:
-        self.whole, self.shared = (np.full(1 << 24, 0xFF, np.uint8) for _ in range(2))
-        self._ends = {False: 1024, True: 1024}
-        self._barriers: dict[tuple[int, int], threading.Barrier] = {}
-        self._lock = threading.Lock()
 
-    def place(self, shape: Sequence[int], dtype: Any, shared: bool, values: np.ndarray | None = None) -> Ref:
-        ref = Ref(self, shared, self._ends[shared], tuple(shape), np.dtype(dtype))
-        if values is not None:
-            ref.read()[...] = values
-        self._ends[shared] += -(-int(np.prod(shape)) * ref.dtype.itemsize // 1024) * 1024
-        return ref
+class Block:
+    """A block of threads.
 
-    def wait(self, barrier: int, threads: int) -> None:
-        with self._lock:
-            key = (barrier, threads)
-            meeting = self._barriers.setdefault(key, threading.Barrier(threads // THREADS))
-        meeting.wait(timeout=60)
+    Attributes:
+        whole: global memory.
+        shared: the block's own.
+        turn: of all blocks; held by the warpgroup that runs.
+    """
+
+    def __init__(self, whole: Memory, turn: threading.Condition) -> None:
+        self.whole, self.shared, self.turn = whole, Memory(SHARED_BYTES), turn
+        self._arrived: dict[int, int] = defaultdict(int)
+        self._opened: dict[int, int] = defaultdict(int)
+
+    def arrive(self, barrier: int, threads: int, wait: bool) -> None:
+        """A warpgroup comes to a named barrier, which opens once so many threads have."""
+        opened = self._opened[barrier]
+        self._arrived[barrier] += THREADS
+        if self._arrived[barrier] == threads:
+            self._arrived[barrier] = 0
+            self._opened[barrier] += 1
+            self.turn.notify_all()
+        elif wait:
+            assert self.turn.wait_for(lambda: self._opened[barrier] > opened, timeout=120), "nobody came"
+
+
+@dataclass
+class Groups:
+    """What is under way, in groups; it happens when it is waited for."""
+
+    open: list[Callable[[], None]] = field(default_factory=list)
+    closed: list[list[Callable[[], None]]] = field(default_factory=list)
+
+    def commit(self) -> None:
+        self.closed.append(self.open)
+        self.open = []
+
+    def wait(self, late: int) -> None:
+        while len(self.closed) > late:
+            for happen in self.closed.pop(0):
+                happen()
 
 
 class Warpgroup:
-    """128 threads that run PTX together. Registers are bits: uint16, uint32 or uint64; predicates are bool."""
+    """128 threads that run PTX. Registers are bits: uint16, uint32 or uint64; predicates are bool."""
 
-    def __init__(self, machine: Machine, number: int) -> None:
-        self.machine = machine
+    def __init__(self, block: Block, number: int) -> None:
+        self.block = block
         self.tid = (np.arange(THREADS) + THREADS * number).astype(np.uint32)
-        self.copies: list[tuple[np.ndarray, np.ndarray]] = []
-        self.groups: list[list[tuple[np.ndarray, np.ndarray]]] = []
+        self.copies, self.products = Groups(), Groups()
 
-    def run(self, text: str, operands: Mapping[str, Any], results: Mapping[str, Any]) -> list[Any]:
+    def run(self, text: str, operands: Mapping[str, Any], results: Mapping[str, int]) -> list[np.ndarray]:
+        """What a block of PTX gives.
+
+        Args:
+            operands: numbers, 64 bits wide if they are uint64 and else 32, or bits [registers, 128].
+            results: how many registers each has, 0 for a number.
+
+        Returns:
+            uint32 [registers, 128] for each, [128] for a number.
+        """
         self.registers: dict[str, np.ndarray] = {}
-        self.active = np.ones(THREADS, bool)
-        self.waiting: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(THREADS, bool))
         for name, value in operands.items():
-            if isinstance(value, Ref):
-                self.registers[f"${name}"] = np.full(THREADS, value.address, np.uint32 if value.shared else np.uint64)
-            elif np.ndim(value) == 2:
+            if np.ndim(value) == 2:
                 self.registers |= {f"${name}{index}": part for index, part in enumerate(value)}
             else:
-                self.registers[f"${name}"] = np.broadcast_to(np.asarray(value).astype(np.uint32), THREADS)
-        for label, guard, opcode, arguments in statements(text):
-            if label:
-                self.active |= self.waiting[label]
-            mask = self.active & self.registers[guard] if guard else self.active
-            self._execute(opcode, arguments, mask)
-        outputs = []
-        for name, kind in results.items():
-            count = int(np.prod(kind.shape)) // THREADS
-            parts = [self.registers[f"${name}{index}"] for index in range(count)]
-            outputs.append(np.stack(parts) if count else self.registers[f"${name}"])
-        return outputs
+                kind = np.uint64 if np.asarray(value).dtype == np.uint64 else np.uint32
+                self.registers[f"${name}"] = np.full(THREADS, value).astype(kind)
+        program, labels = assembled(text)
+        counters = np.zeros(THREADS, int)
+        while (here := int(counters.min())) < len(program):  # those that are behind go first, until all are together
+            active = counters == here
+            counters[active] += 1
+            active = EVERYONE if active.all() else active
+            for statement in program[here]:
+                mask = active & (self.registers[statement.guard] ^ statement.negated) if statement.guard else active
+                if statement.name == "bra":
+                    counters[mask] = labels[statement.arguments[0]]
+                elif mask is EVERYONE or mask.any():
+                    self._execute(statement, mask)
+        assert not self.products.open and not self.products.closed, "products are left to a block that may not wait"
+        return [self._result(f"${name}", count) for name, count in results.items()]
+
+    def _result(self, name: str, count: int) -> np.ndarray:
+        return np.stack([self.registers[f"{name}{index}"] for index in range(count)]) if count else self.registers[name]
 
     def _read(self, operand: str) -> np.ndarray:
         if operand == "%tid.x":
             return self.tid
-        if operand.startswith("0f"):
-            return np.full(THREADS, int(operand[2:], 16), np.uint32)
-        if re.fullmatch(r"-?\d+|0x[0-9A-Fa-f]+", operand):
-            return np.full(THREADS, int(operand, 0) % (1 << 64), np.uint64)
-        return self.registers[operand]
+        value = literal(operand)
+        return self.registers[operand] if value is None else value
+
+    def _number(self, operand: str) -> int:
+        """Which all threads agree on."""
+        value = self._read(operand)
+        assert (value == value[0]).all()
+        return int(value[0])
 
     def _write(self, name: str, value: np.ndarray, mask: np.ndarray) -> None:
+        if mask is EVERYONE:
+            self.registers[name] = value
+            return
         old = self.registers.get(name)
         if old is None or old.dtype != value.dtype:
-            old = np.zeros(THREADS, value.dtype)
+            old = np.full(THREADS, -1).astype(value.dtype)
         self.registers[name] = np.where(mask, value, old)
 
     def _address(self, operand: str) -> np.ndarray:
         name, _, offset = operand.strip("[] ").partition("+")
         return self.registers[name.strip()].astype(np.int64) + int(offset or 0)
 
-    def _execute(self, opcode: str, arguments: list[str], mask: np.ndarray) -> None:
-        name, *modifiers = opcode.split(".")
-        if name in ("ld", "st"):
-            self._move(name, modifiers, arguments, mask)
-        elif name == "wgmma":
-            if modifiers[0] == "mma_async":
-                self._wgmma(modifiers, arguments)
-        elif name == "cp":
-            self._copy(modifiers, arguments, mask)
-        elif name == "bar":
-            barrier, threads = (int(self._read(argument)[0]) for argument in arguments)
-            self.machine.wait(barrier, threads)
-        elif name == "bra":
-            self.waiting[arguments[0]] = self.waiting[arguments[0]] | mask
-            self.active = self.active & ~mask
-        elif name == "shfl":
-            source = np.arange(THREADS) ^ int(self._read(arguments[2])[0])
-            self._write(arguments[0], self._read(arguments[1])[source], mask)
-        elif opcode == "mov.b32" and arguments[0].startswith("{"):
-            low, high = names(arguments[0])
-            self._write(low, self._read(arguments[1]).astype(np.uint16), mask)
-            self._write(high, (self._read(arguments[1]) >> 16).astype(np.uint16), mask)
-        elif name != "fence":
-            value = ARITHMETIC[opcode](*map(self._read, arguments[1:]))
-            self._write(arguments[0], value, mask)
+    def _execute(self, statement: "Statement", mask: np.ndarray) -> None:
+        _, _, name, modifiers, arguments, arithmetic = statement
+        if arithmetic:
+            self._write(arguments[0], arithmetic(*map(self._read, arguments[1:])), mask)
+            return
+        match name, *modifiers:
+            case (("ld" | "st"), *_):
+                self._move(name, modifiers, arguments, mask)
+            case "red", *_, "global", "add", "u32":
+                spots = self._address(arguments[0])[mask] // 4
+                np.add.at(self.block.whole.bytes.view(np.uint32), spots, self._read(arguments[1])[mask])
+            case "bar", ("sync" | "arrive") as kind:
+                self.block.arrive(*map(self._number, arguments), wait=kind == "sync")
+            case "cp", "async", "commit_group":
+                self.copies.commit()
+            case "cp", "async", "wait_group":
+                self.copies.wait(self._number(arguments[0]))
+            case "cp", *_:
+                self._copy(arguments, mask)
+            case "wgmma", "mma_async", *_:
+                self.products.open.append(self._product(modifiers, arguments))
+            case "wgmma", "commit_group", *_:
+                self.products.commit()
+            case "wgmma", "wait_group", *_:
+                self.products.wait(self._number(arguments[0]))
+            case ("fence", *_) | ("wgmma", "fence", *_):
+                pass
+            case "shfl", "sync", "bfly", "b32":
+                source = np.arange(THREADS) ^ self._number(arguments[2])
+                self._write(arguments[0], self._read(arguments[1])[source], mask)
+            case "redux", "sync", "max", "u32":
+                warps = self._read(arguments[1]).reshape(-1, 32)
+                assert (mask.reshape(-1, 32) == mask[::32, None]).all(), "part of a warp"
+                self._write(arguments[0], warps.max(axis=1).repeat(32), mask)
+            case "mov", kind:
+                self._repack(int(kind[1:]), arguments, mask)
+            case _:
+                raise NotImplementedError(f"{name} {modifiers}")
+
+    def _repack(self, bits: int, arguments: list[str], mask: np.ndarray) -> None:
+        """A register from its parts, or the parts of one; the lowest bits come first."""
+        parts = names(arguments[0])
+        if len(parts) > 1:
+            value = self._read(arguments[1])[:, None].view(f"u{bits // 8 // len(parts)}")
+            for part, bits_of_part in zip(parts, value.T, strict=True):
+                self._write(part, bits_of_part, mask)
+        else:
+            parts = names(arguments[1])
+            value = np.stack([self._read(part).astype(f"u{bits // 8 // len(parts)}") for part in parts], axis=1)
+            self._write(arguments[0], value.view(f"u{bits // 8}")[:, 0], mask)
 
     def _move(self, name: str, modifiers: list[str], arguments: list[str], mask: np.ndarray) -> None:
-        memory = self.machine.shared if modifiers[0] == "shared" else self.machine.whole
-        size = 1 if modifiers[-1] == "u8" else 4
+        if "acquire" in modifiers:
+            self.block.turn.wait(timeout=1e-3)  # for others that may have to come here first
+        memory = (self.block.shared if "shared" in modifiers else self.block.whole).bytes
+        size = _SIZES.get(modifiers[-1], 4)
         where, what = arguments if name == "st" else arguments[::-1]
-        address, parts = self._address(where), names(what)
-        assert not (address[mask] % (size * len(parts))).any(), "misaligned"
+        address, parts = self._address(where)[mask], names(what)
+        assert not (address % (size * len(parts))).any(), "misaligned"
         for index, part in enumerate(parts):
-            spots = address[mask][:, None] + size * index + np.arange(size)
+            spots = address[:, None] + size * index + np.arange(size)
             if name == "st":
-                memory[spots] = self._read(part)[mask].astype(np.uint32)[:, None].view(np.uint8)
+                memory[spots] = self._read(part)[mask].astype(np.uint32)[:, None].view(np.uint8)[:, :size]
             else:
                 value = np.zeros((THREADS, 4), np.uint8)
                 value[mask, :size] = memory[spots]
                 self._write(part, value.view(np.uint32)[:, 0], mask)
 
-    def _copy(self, modifiers: list[str], arguments: list[str], mask: np.ndarray) -> None:
-        """Copies happen when they are waited for, as late as they may."""
-        if modifiers[1] == "commit_group":
-            self.groups.append(self.copies)
-            self.copies = []
-        elif modifiers[1] == "wait_group":
-            late = int(self._read(arguments[0])[0])
-            while len(self.groups) > late:
-                for target, source in self.groups.pop(0):
-                    self.machine.shared[target] = self.machine.whole[source]
-        else:
-            span = np.arange(int(arguments[2]))
-            target, source = (self._address(argument)[mask][:, None] + span for argument in arguments[:2])
-            assert not (target[:, 0] % len(span)).any() and not (source[:, 0] % len(span)).any(), "misaligned"
-            self.copies.append((target, source))
+    def _copy(self, arguments: list[str], mask: np.ndarray) -> None:
+        span = np.arange(int(arguments[2]))
+        target, source = (self._address(argument)[mask][:, None] + span for argument in arguments[:2])
+        assert not (target[:, 0] % len(span)).any() and not (source[:, 0] % len(span)).any(), "misaligned"
+        shared, whole = self.block.shared.bytes, self.block.whole.bytes
+        self.copies.open.append(lambda: shared.__setitem__(target, whole[source]))
 
-    def _wgmma(self, modifiers: list[str], arguments: list[str]) -> None:
-        """m64nNk16, float32 sums of float16 products, A in registers, B in SMEM without swizzle, K-major."""
-        assert modifiers[4:] == ["f32", "f16", "f16"] and arguments[4:] == ["1", "1", "0"]
-        match = re.fullmatch(r"m64n(\d+)k16", modifiers[3])
-        assert match
-        width, (sums, a) = int(match[1]), map(names, arguments[:2])
-        described = int(self._read(arguments[2])[0])
-        start, leading, stride = ((described >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-        assert described >> 62 == 0
-        warp, r, t = np.arange(THREADS) // 32, np.arange(THREADS) % 32 // 4, np.arange(THREADS) % 4
-        matrix = np.zeros((64, 16), np.float64)
-        for index, name in enumerate(a):
-            pair = self._read(name)[:, None].view(np.float16)
-            rows, columns = 16 * warp + r + 8 * (index % 2), 2 * t + 8 * (index // 2)
-            matrix[rows, columns], matrix[rows, columns + 1] = pair.T
-        n, k = np.arange(width)[:, None], np.arange(16)
-        spots = start + n // 8 * stride + n % 8 * 16 + k // 8 * leading + k % 8 * 2
-        other = self.machine.shared.view(np.float16)[spots // 2].astype(np.float64)
-        with np.errstate(invalid="ignore"):
-            product = matrix @ other.T
-        for index, name in enumerate(sums):
-            value = product[16 * warp + r + index % 4 // 2 * 8, index // 4 * 8 + 2 * t + index % 2]
-            if self._read(arguments[3])[0]:
-                value = value + self._read(name).view(np.float32)
-            self._write(name, value.astype(np.float32).view(np.uint32), self.active)
+    def _product(self, modifiers: list[str], arguments: list[str]) -> Callable[[], None]:
+        """float32 sums [64, n] of products, A [64, k] in registers, B [n, k] in SMEM, K-major: either of 32 bytes."""
+        _, _, _, shape, *kinds = modifiers
+        width = int(shape.removeprefix("m64n").partition("k")[0])
+        assert kinds in (["f32", "f16", "f16"], ["f32", "e4m3", "e4m3"])
+        kind, last = (np.dtype(np.float16), ["1", "1", "0"]) if kinds[1] == "f16" else (np.dtype(E4M3), ["1", "1"])
+        assert arguments[4:] == last and shape.endswith(f"k{32 // kind.itemsize}")
+        sums, a = map(names, arguments[:2])
+        described, adds = self._number(arguments[2]), self._number(arguments[3])
+        spots = described_bytes(described, width)
+
+        def happen() -> None:
+            left = np.zeros((64, 32), np.uint8)
+            for index, name in enumerate(a):
+                left.view(np.uint32)[_ROW + index % 2 * 8, _QUARTER + index // 2 * 4] = self.registers[name]
+            right = self.block.shared.bytes[spots]
+            with np.errstate(invalid="ignore"):
+                product = left.view(kind).astype(np.float64) @ right.view(kind).astype(np.float64).T
+            values = product[accumulators(len(sums))]
+            if adds:
+                values = values + np.stack([self.registers[name].view(np.float32) for name in sums])
+            self.registers |= zip(sums, values.astype(np.float32).view(np.uint32), strict=True)
+
+        return happen
 
 
-def statements(text: str) -> Iterator[tuple[str, str, str, list[str]]]:
-    """Label, guard, opcode and operands of each."""
-    for statement in text.split(";"):
-        match = _STATEMENT.fullmatch(statement.strip())
-        if match and not statement.strip().startswith(".reg"):
-            label, guard, opcode, rest = match.groups()
-            yield label, guard, opcode, [operand.strip() for operand in _OPERAND.findall(rest)]
+class Statement(NamedTuple):
+    guard: str
+    negated: bool
+    name: str
+    modifiers: list[str]
+    arguments: list[str]
+    arithmetic: Callable[..., np.ndarray] | None
+
+
+@functools.cache
+def assembled(text: str) -> tuple[list[list[Statement]], dict[str, int]]:
+    """Pieces that threads run through together, and the number of the one that begins with each label."""
+    pieces: list[list[Statement]] = [[]]
+    labels: dict[str, int] = {}
+    for line in map(str.strip, text.split(";")):
+        match = _STATEMENT.fullmatch(line)
+        assert match, line
+        label, negation, guard, opcode, rest = match.groups()
+        if label:
+            labels[label] = len(pieces)
+            pieces.append([])
+        if opcode and not opcode.startswith(".reg"):
+            name, *modifiers = opcode.replace("::", ".").split(".")
+            arithmetic = None if opcode.startswith("mov") and "{" in rest else ARITHMETIC.get(opcode)
+            arguments = [operand.strip() for operand in _OPERAND.findall(rest)]
+            pieces[-1].append(Statement(guard or "", bool(negation), name, modifiers, arguments, arithmetic))
+            if name == "bra":
+                pieces.append([])
+    return pieces, labels
+
+
+@functools.cache
+def accumulators(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row and column, [registers, 128] each, of the sums of wgmma."""
+    index = np.arange(count)[:, None]
+    return _ROW + index % 4 // 2 * 8, index // 4 * 8 + 2 * _QUARTER + index % 2
+
+
+@functools.cache
+def described_bytes(descriptor: int, width: int) -> np.ndarray:
+    """Where the 32 bytes of each row of a K-major matrix lie in SMEM: [width, 32]."""
+    start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+    n, byte = np.arange(width)[:, None], np.arange(32)
+    if mode := descriptor >> 62:
+        assert mode == 1 and start >> 7 & 7 == 0, "a pattern of the 128-byte swizzle begins at a multiple of 1024"
+        return swizzled(start + n // 8 * stride + n % 8 * 128 + byte)
+    return start + n // 8 * stride + n % 8 * 16 + byte // 16 * leading + byte % 16
+
+
+@functools.cache
+def literal(operand: str) -> np.ndarray | None:
+    """The bits of a constant in every thread; None for what is none."""
+    if operand.startswith("0f"):
+        return np.full(THREADS, int(operand[2:], 16), np.uint32)
+    if re.fullmatch(r"-?\d+|0x[0-9A-Fa-f]+", operand):
+        value = int(operand, 0) % (1 << 64)
+        return np.full(THREADS, value, np.uint32 if value < 1 << 32 else np.uint64)
+    return None
 
 
 def names(vector: str) -> list[str]:
     return [name.strip() for name in vector.strip("{}").split(",")]
-
-
-def unsigned(function: Callable[..., np.ndarray], bits: int = 32) -> Callable[..., np.ndarray]:
-    """An operation on integers, of which the lowest bits are kept."""
-    kind = np.uint32 if bits == 32 else np.uint64
-    return lambda *values: function(*(value.astype(np.uint64) for value in values)).astype(kind)
-
-
-def floating(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """An operation on float32, exact before it is rounded."""
-
-    def run(*values: np.ndarray) -> np.ndarray:
-        with np.errstate(all="ignore"):
-            wide = (value.astype(np.uint32).view(np.float32).astype(np.float64) for value in values)
-            return function(*wide).astype(np.float32).view(np.uint32)
-
-    return run
-
-
-def small(values: np.ndarray) -> np.ndarray:
-    return values.astype(np.uint32).view(np.float32)
-
-
-def halves(values: np.ndarray) -> np.ndarray:
-    return values.astype(np.uint32)[:, None].view(np.uint16)
-
-
-def decode_pair(codes: np.ndarray) -> np.ndarray:
-    return codes[:, None].view(E4M3).astype(np.float16).view(np.uint32)[:, 0]
-
-
-def encode_pair(high: np.ndarray, low: np.ndarray) -> np.ndarray:
-    values = np.stack([small(low), small(high)], axis=1)
-    return np.clip(values, -448, 448).astype(E4M3).view(np.uint16)[:, 0]
-
-
-def half_pair(high: np.ndarray, low: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        return np.stack([small(low), small(high)], axis=1).astype(np.float16).view(np.uint32)[:, 0]
-
-
-def compare(function: Callable[..., np.ndarray], kind: Any = np.uint32) -> Callable[..., np.ndarray]:
-    return lambda a, b: function(a.astype(np.uint32).view(kind), b.astype(np.uint32).view(kind))
-
-
-ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
-    "mov.u32": unsigned(lambda a: a),
-    "mov.b32": unsigned(lambda a: a),
-    "cvt.u64.u32": unsigned(lambda a: a, 64),
-    "add.u32": unsigned(np.add),
-    "add.u64": unsigned(np.add, 64),
-    "sub.u32": unsigned(np.subtract),
-    "div.u32": unsigned(np.floor_divide),
-    "rem.u32": unsigned(np.remainder),
-    "and.b32": unsigned(np.bitwise_and),
-    "shl.b32": unsigned(np.left_shift),
-    "shr.u32": unsigned(np.right_shift),
-    "max.u32": unsigned(np.maximum),
-    "min.u32": unsigned(np.minimum),
-    "mad.lo.u32": unsigned(lambda a, b, c: a * b + c),
-    "mad.wide.u32": unsigned(lambda a, b, c: a * b + c, 64),
-    "mul.wide.u32": unsigned(lambda a, b: a * b, 64),
-    "bfe.u32": unsigned(lambda a, b, c: a >> b & ((np.uint64(1) << c) - np.uint64(1))),
-    "max.u16x2": lambda a, b: np.maximum(halves(a), halves(b)).view(np.uint32)[:, 0],
-    "selp.b32": lambda a, b, flag: np.where(flag, a, b).astype(np.uint32),
-    "setp.ne.b32": compare(np.not_equal),
-    "setp.eq.u32": compare(np.equal),
-    "setp.ge.u32": compare(np.greater_equal),
-    "setp.lt.s32": compare(np.less, np.int32),
-    "add.f32": floating(np.add),
-    "mul.f32": floating(np.multiply),
-    "max.f32": floating(np.fmax),
-    "fma.rn.f32": floating(lambda a, b, c: a * b + c),
-    "cvt.rn.f16x2.e4m3x2": decode_pair,
-    "cvt.rn.f16x2.f32": half_pair,
-    "cvt.rn.satfinite.e4m3x2.f32": encode_pair,
-}
-
-
-def run_kernel(
-    build: Callable[[], Any], module: Any, operands: Sequence[np.ndarray], patch: pytest.MonkeyPatch
-) -> np.ndarray:
-    """What the kernel that `build` returns computes.
-
-    Args:
-        module: where the kernel is written; what it calls of Pallas is replaced there.
-    """
-    caught: dict[str, Any] = {}
-    with patch.context() as during:
-        during.setattr(module.plgpu, "kernel", lambda body, **options: caught.update(options, body=body))
-        build()
-    here = threading.local()
-    machine = Machine()
-    refs = [machine.place(value.shape, value.dtype, False, value) for value in operands]
-    kind = caught["out_type"]
-    out = machine.place(kind.shape, kind.dtype, False)
-    scratch = [machine.place(memory.shape, memory.dtype, True) for memory in caught["scratch_types"]]
-    failures: list[BaseException] = []
-
-    def warpgroup(block: int, number: int) -> None:
-        here.index = {caught["grid_names"][0]: block, caught["thread_name"]: number}
-        here.unit = Warpgroup(machine, number)
-        try:
-            caught["body"](*refs, out, *scratch)
-        except BaseException as failure:
-            failures.append(failure)
-
-    def fori_loop(lower: int, upper: int, body: Callable[[int, Any], Any], carry: Any) -> Any:
-        for index in range(lower, int(upper)):
-            carry = body(index, carry)
-        return carry
-
-    with patch.context() as during:
-        during.setattr(module.jax.lax, "axis_index", lambda name: np.int32(here.index[name]))
-        during.setattr(module.jax.lax, "fori_loop", fori_loop)
-        during.setattr(module.pl, "when", lambda condition: lambda f: f() if condition else None)
-        during.setattr(module.jnp, "zeros", lambda shape, dtype: np.zeros((shape[0] // THREADS, THREADS), np.uint32))
-        during.setattr(
-            module.hopper, "run", lambda text, results=None, **given: here.unit.run(text, given, results or {})
-        )
-        for block in range(caught["grid"][0]):
-            threads = [
-                threading.Thread(target=warpgroup, args=(block, number)) for number in range(caught["num_threads"])
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            if failures:
-                raise failures[0]
-    return out.read()

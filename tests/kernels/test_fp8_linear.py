@@ -1,13 +1,15 @@
 """The FP8 linear: against float64 from the bytes, as PTX on a machine of ours, and as a program for CUDA."""
 
+import functools
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pallas_machine
 import pytest
-from ptx_machine import run_kernel
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.block_scaled import BlockScaled
 from pallas_kernels.fake_quant import fake_e4m3
@@ -28,6 +30,8 @@ SHAPES = {
     "indexer": (1, 8192, 1024),
     "main_proj": (1, 4096, 12288),
 }
+quantise = jax.jit(fake_e4m3, static_argnums=1)
+
 OF_REFERENCE = 1e-6  # relative: sums in float32
 KERNEL = 3e-7
 
@@ -75,14 +79,14 @@ class TestReference:
     @pytest.mark.parametrize("shape", [(1, 1, 128, 128), (5, 1, 100, 300), (3, 2, 128, 256), (7, 1, 576, 192)], ids=str)
     def test_against_float64(self, shape: tuple[int, int, int, int]) -> None:
         x, payload, scales = operands(*shape)
-        got = grouped_fp8_linear(jnp.asarray(x, jnp.float32), BlockScaled(payload, scales, "e4m3"))
+        got = jax.jit(grouped_fp8_linear)(x.astype(np.float32), BlockScaled(payload, scales, "e4m3"))
         assert error(np.asarray(got), product(x, payload, scales)) < OF_REFERENCE
 
     def test_one_matrix_is_one_group(self) -> None:
         x, payload, scales = operands(6, 1, 256, 256)
         weight = BlockScaled(jnp.asarray(payload), jnp.asarray(scales), "e4m3")
-        got = fp8_linear(jnp.asarray(x).reshape(2, 3, 256), weight, quantised=True)
-        rounded = np.asarray(fake_e4m3(jnp.asarray(x), 128)).astype(np.float64)
+        got = jax.jit(fp8_linear, static_argnames="quantised")(x.reshape(2, 3, 256), weight, quantised=True)
+        rounded = np.asarray(quantise(x, 128)).astype(np.float64)
         assert got.shape == (2, 3, 256)
         assert error(np.asarray(got).reshape(6, 1, 256), product(rounded, payload, scales)) < OF_REFERENCE
 
@@ -91,10 +95,12 @@ class TestReference:
 def computed(monkeypatch: pytest.MonkeyPatch):
     """The kernel's PTX, run here: x, payload, scales -> float32 [rows, groups, out]."""
 
+    monkeypatch.setattr(plgpu, "kernel", pallas_machine.kernel)
+
     def run(x: np.ndarray, payload: np.ndarray, scales: np.ndarray, quantised: bool = False) -> np.ndarray:
         rows, groups, columns = x.shape
         plan = plan_of(rows, groups, payload.shape[0] // groups, columns)
-        sums = run_kernel(lambda: mosaic.kernel(plan, quantised), mosaic, (x, payload, scales), monkeypatch)
+        sums = mosaic.kernel(plan, quantised)(x, payload, scales)
         return sum(sums[1:], sums[0]).reshape(rows, groups, -1)
 
     return run
@@ -121,7 +127,7 @@ class TestPTX:
         x, payload, scales = operands(6, 1, 128, 1024)
         x[2, 0, 128:256] = 1e-5  # below the floor of the largest magnitude
         x[3, 0, 256:384] = np.ldexp(448, -3)  # which is just within its power of two
-        rounded = np.asarray(fake_e4m3(jnp.asarray(x), 128)).astype(np.float64)
+        rounded = np.asarray(quantise(x, 128)).astype(np.float64)
         assert error(computed(x, payload, scales, quantised=True), product(rounded, payload, scales)) < KERNEL
 
     @pytest.mark.parametrize("blocks", [1, 3])
@@ -163,7 +169,7 @@ class TestPTX:
 def abstract(rows: int, groups: int, features: int, columns: int) -> tuple[jax.ShapeDtypeStruct, BlockScaled]:
     x = jax.ShapeDtypeStruct((rows, groups, columns), jnp.bfloat16)
     payload = jax.ShapeDtypeStruct((groups * features, columns), jnp.uint8)
-    scales = jax.ShapeDtypeStruct((groups * features // 128, columns // 128), jnp.uint8)
+    scales = jax.ShapeDtypeStruct((-(-groups * features // 128), -(-columns // 128)), jnp.uint8)
     return x, BlockScaled(payload, scales, "e4m3")
 
 
@@ -227,20 +233,21 @@ class TestRefusals:
         ],
     )
     def test_say_what_is_taken(self, shape: tuple[int, int, int, int], dtype: type, message: str) -> None:
-        x, payload, scales = operands(*shape)
-        weight = BlockScaled(jnp.asarray(payload), jnp.asarray(scales), "e4m3")
+        x, weight = abstract(*shape)
+        x = jax.ShapeDtypeStruct(x.shape, dtype)
         with pytest.raises(ValueError, match=message):
-            grouped_fp8_linear(jnp.asarray(x, dtype), weight, implementation="mosaic")
-        assert grouped_fp8_linear(jnp.asarray(x, dtype), weight).shape == (*shape[:2], shape[2])
+            jax.eval_shape(functools.partial(grouped_fp8_linear, implementation="mosaic"), x, weight)
+        assert jax.eval_shape(grouped_fp8_linear, x, weight).shape == (*shape[:2], shape[2])
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a Hopper GPU")
 class TestOnGPU:
-    @pytest.mark.parametrize("quantised", [False, True])
-    @pytest.mark.parametrize("rows", [1, 6, 13, 27, 40])
+    @pytest.mark.parametrize(
+        ("rows", "quantised"), [(1, False), (6, False), (6, True), (13, False), (27, False), (40, True)]
+    )
     def test_against_float64(self, rows: int, quantised: bool) -> None:
         x, payload, scales = operands(rows, 2, 512, 4096, seed=rows)
         weight = BlockScaled(jnp.asarray(payload), jnp.asarray(scales), "e4m3")
         got = np.asarray(grouped_fp8_linear(jnp.asarray(x), weight, quantised, "mosaic"))
-        seen = np.asarray(fake_e4m3(jnp.asarray(x), 128)) if quantised else x
+        seen = np.asarray(quantise(x, 128)) if quantised else x
         assert error(got, product(seen, payload, scales)) < 1e-5
