@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -62,6 +62,29 @@ def new_folder(directory: str | Path) -> Iterator[Path]:
             work.rename(target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def new_file(path: Path, overwrite: bool) -> Iterator[IO[bytes]]:
+    """A hidden file beside `path` to write into, which takes its name at the end, or is removed on an error.
+
+    Raises:
+        CheckpointError: `path` is taken and `overwrite` is not set, or the disk refuses.
+    """
+    target = path.resolve()
+    if target.is_dir() or (target.exists() and not overwrite):
+        raise CheckpointError(f"{path}: is there already; name another place, or ask for it to be overwritten.")
+    work = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+    try:
+        with refusals_explained(path):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with work.open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            work.rename(target)
+    finally:
+        work.unlink(missing_ok=True)
 
 
 def shard_name(number: int, count: int) -> str:
