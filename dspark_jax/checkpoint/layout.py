@@ -93,7 +93,7 @@ def tensor_names(entries: tuple[Entry, ...]) -> Iterator[str]:
 
 
 def _entries(path: str, variable: nnx.Variable, config: ModelConfig) -> Iterator[Entry]:
-    name, axes = _official_name(path, config), logical_axes(path)
+    name, axes = official_name(path, config), logical_axes(path)
     value = variable.get_value()
     if isinstance(value, BlockScaled):
         yield _entry(f"{name}.weight", _PACKED_DTYPES[value.format], value.payload, axes)
@@ -113,7 +113,11 @@ def _entry(name: str, dtype: str, value: jax.Array, axes: tuple[Axis | None, ...
     return Entry(names, dtype, leaf.shape[1:], leaf, axes)
 
 
-def _official_name(path: str, config: ModelConfig) -> str:
+def official_name(path: str, config: ModelConfig) -> str:
+    """What the files call the weight at a module path, but for the ends `.weight` and `.scale` and numbers of experts.
+
+    Of a few weights the module path has the end `.weight` itself.
+    """
     for place, official in _PLACES:
         renamed, hits = re.subn(f"^{place}", official.format(last=config.num_stages - 1), path)
         if hits:
