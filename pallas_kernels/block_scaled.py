@@ -10,7 +10,8 @@ A matrix W [out, in] is stored as `payload` and `scales`, both uint8, and means 
 Stacked matrices (experts) put the same leading axes before both. Nothing is repacked between the file and the matmul.
 
 A matrix that is being trained is a `Master`: float32 values that are read as what `encode` would store of them, so that
-the stored matrix is the one that was trained. Products take either.
+the stored matrix is the one that was trained. A matrix in the place of a packed one, with values that neither format
+has, is `Unpacked`. Products take any of the three.
 """
 
 from dataclasses import dataclass, field
@@ -102,6 +103,30 @@ class Master:
         return straight_through(lambda values: _decode(*_encode(values, format), format), self.values).astype(dtype)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Unpacked:
+    """A frozen matrix as plain numbers. A pytree with one leaf.
+
+    Attributes:
+        values: float32 or bfloat16 [..., out, in].
+    """
+
+    values: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape [..., out, in]."""
+        return self.values.shape
+
+    def decode(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
+        """The matrix as numbers of `dtype`, [..., out, in]."""
+        return self.values.astype(dtype)
+
+
+Matrix = BlockScaled | Master | Unpacked
+
+
 def encode(values: jax.Array, format: Format) -> BlockScaled:
     """float32 [..., out, in] in a block-scaled format, every value to the nearest, ties to even.
 
@@ -145,6 +170,6 @@ def _spread(scales: jax.Array, shape: tuple[int, ...], format: Format) -> jax.Ar
     return spread[..., :rows, :columns]
 
 
-def decoded_product(x: jax.Array, weight: BlockScaled | Master) -> jax.Array:
+def decoded_product(x: jax.Array, weight: Matrix) -> jax.Array:
     """Rows [..., in] times a matrix [out, in] that is first decoded to their dtype: float32 [..., out]."""
     return contract("...i,oi->...o", x, weight.decode(x.dtype))

@@ -1,6 +1,7 @@
 """What bounds a decoding step: the weights that it must read."""
 
 import math
+from dataclasses import replace
 
 import jax
 
@@ -17,14 +18,14 @@ def plain_step_bytes(model: Model, batch_size: int) -> float:
     independently and evenly. On a mesh a device has its share of the weights and of the sequences. Caches and
     activations are not counted.
     """
-    partition = partition_of(model)
+    partition, target = partition_of(model), replace(model, drafter=None)
     batch_size //= partition.devices(partition.rows_of(batch_size)) if partition else 1
     experts, chosen = model.config.n_routed_experts, model.config.num_experts_per_tok
     awake = 1 - (1 - chosen / experts) ** batch_size
     return sum(
         entry.stored_bytes * (awake if entry.stacked else 1) * _share(leaf)
-        for entry, leaf in zip(layout(model), jax.tree.leaves(model), strict=True)
-        if not entry.names[0].startswith(("embed.", "mtp.")) and entry.dtype != "I64"
+        for entry, leaf in zip(layout(target), jax.tree.leaves(target), strict=True)
+        if not entry.names[0].startswith("embed.") and entry.dtype != "I64"
     )
 
 

@@ -12,7 +12,7 @@ from dspark_jax.bench.case import Case, Shape, draw_matrix, stored_bytes
 from dspark_jax.bench.sparse import FLASH
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import RequestError
-from pallas_kernels.block_scaled import BlockScaled, Master, decoded_product
+from pallas_kernels.block_scaled import Matrix, decoded_product
 from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.mxfp4_experts import Matrices, mxfp4_experts, reference, swiglu
 from pallas_kernels.mxfp4_experts.mosaic import down, gate_up, refusal, slots_of
@@ -163,7 +163,7 @@ class Down(_ExpertsCase):
         return jax.lax.map(of_one, (operands.numbers, x))
 
 
-def _expert_product(x: jax.Array, stack: BlockScaled | Master, number: jax.Array) -> jax.Array:
+def _expert_product(x: jax.Array, stack: Matrix, number: jax.Array) -> jax.Array:
     matrix = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), stack)
     return round_to(decoded_product(x, matrix), x.dtype)
 

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dspark_jax.checkpoint.folder import CheckpointFolder
+from dspark_jax.checkpoint.gguf_load import read_drafter
 from dspark_jax.checkpoint.layout import Entry, layout, tensor_names
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import CheckpointError, RequestError
@@ -32,6 +34,7 @@ def load(
     mesh: Mesh | None = None,
     parts: Sequence[Part] = PARTS,
     progress: Progress | None = None,
+    drafter: str | Path | None = None,
 ) -> Model:
     """Loads a checkpoint in the official layout.
 
@@ -45,6 +48,7 @@ def load(
         mesh: such as `make_mesh` gives; None for the first device of this process. Its axes are taken as automatic.
         parts: "target", "drafter" or both. A checkpoint without a DSpark drafter gives a target alone.
         progress: told about the bytes read.
+        drafter: GGUF file of llama.cpp or ds4 to take the drafter from, as `gguf_load` says; None for the folder.
 
     Raises:
         ConfigError: `config.json` is not one that this package runs.
@@ -58,11 +62,29 @@ def load(
     abstract = abstract_model(config, numerics_of(numerics), parts)
     if set(parts) == {"drafter"} and abstract.drafter is None:
         raise RequestError(f"{directory}: config.json has no dspark_* fields, so there is no drafter to load.")
-    folder = CheckpointFolder.open(directory)
+    mesh, folder = automatic(mesh), CheckpointFolder.open(directory)
+    if drafter is not None:
+        return _with_drafter_of(drafter, folder, abstract, mesh, progress)
     entries = layout(abstract)
     account(entries, folder, abstract, parts)
-    mesh = automatic(mesh)
     return fill(abstract, entries, lambda entry: read_leaf(entry, folder, mesh, config), progress)
+
+
+def _with_drafter_of(
+    file: str | Path, folder: CheckpointFolder, abstract: Model, mesh: Mesh | None, progress: Progress | None
+) -> Model:
+    """The model with its drafter from a GGUF file and the rest from the folder, whose own drafter may be absent."""
+    if abstract.drafter is None:
+        raise RequestError(
+            f"{file}: a drafter was given, and either config.json has no dspark_* fields, so that it says nothing of "
+            "how to draft, or the parts to load leave the drafter out."
+        )
+    rest = replace(abstract, drafter=None)
+    entries = layout(rest)
+    account(entries, folder, rest, parts=("target",))
+    filled = read_drafter(file, abstract, mesh)
+    model = fill(rest, entries, lambda entry: read_leaf(entry, folder, mesh, abstract.config), progress)
+    return replace(model, drafter=filled)
 
 
 def account(entries: tuple[Entry, ...], folder: CheckpointFolder, model: Model, parts: Sequence[Part] = PARTS) -> None:

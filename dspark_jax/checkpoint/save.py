@@ -9,7 +9,8 @@ import numpy as np
 from dspark_jax.checkpoint.layout import Entry, layout
 from dspark_jax.checkpoint.safetensors import DTYPES
 from dspark_jax.checkpoint.write import write_folder
-from dspark_jax.model.model import Model
+from dspark_jax.errors import CheckpointError
+from dspark_jax.model.model import PARTS, Model, Part, abstract_model
 
 
 def save(model: Model, directory: str | Path) -> None:
@@ -19,9 +20,24 @@ def save(model: Model, directory: str | Path) -> None:
     its name only when it is whole.
 
     Raises:
-        CheckpointError: `directory` exists and is not empty.
+        CheckpointError: `directory` exists and is not empty, or a drafter from a GGUF file holds values that the layout
+            has no exact place for.
     """
+    _refuse_other_numbers(model)
     write_folder(directory, model.config.to_dict(), _shards(model))
+
+
+def _refuse_other_numbers(model: Model) -> None:
+    """What was read from a file that had rounded it to other numbers would have to be rounded again."""
+    parts: list[Part] = [part for part in PARTS if getattr(model, part) is not None]
+    expected = jax.tree.leaves_with_path(abstract_model(model.config, model.numerics, parts))
+    for (path, leaf), (expected_path, kind) in zip(jax.tree.leaves_with_path(model), expected, strict=False):
+        if (path, leaf.dtype) != (expected_path, kind.dtype):
+            name = jax.tree_util.keystr(expected_path, simple=True, separator=".")
+            raise CheckpointError(
+                f"{name} holds values that were rounded to another number type, by the GGUF file that they come from, "
+                "and the official layout would round them once more; save the model of the checkpoint itself."
+            )
 
 
 def _shards(model: Model) -> Iterator[dict[str, np.ndarray]]:

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
-from pallas_kernels.block_scaled import BLOCKS, BlockScaled, Master
+from pallas_kernels.block_scaled import BLOCKS, BlockScaled, Matrix
 from pallas_kernels.fp8_linear import ptx
 from pallas_kernels.fp8_linear.plan import CHUNK, FEATURES, SLOT_BYTES, THREAD_BLOCKS, WARPGROUPS, Plan, plan_of
 
@@ -39,10 +39,10 @@ class _Place(NamedTuple):
     slice: jax.Array
 
 
-def refusal(x: jax.Array, weight: BlockScaled | Master) -> str | None:
+def refusal(x: jax.Array, weight: Matrix) -> str | None:
     """Why the kernel does not take x [..., groups, in] and weight [groups * out, in], as a clause; None if it does."""
-    if isinstance(weight, Master):
-        return "it multiplies packed weights, and these are in training"
+    if not isinstance(weight, BlockScaled):
+        return "it multiplies packed weights, and these are in training or not packed"
     *leading, groups, columns = x.shape
     rows, features = math.prod(leading), weight.shape[0] // groups
     if x.dtype != jnp.bfloat16:

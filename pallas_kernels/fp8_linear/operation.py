@@ -4,13 +4,13 @@ from functools import partial
 
 import jax
 
-from pallas_kernels.block_scaled import BlockScaled, Master
+from pallas_kernels.block_scaled import BlockScaled, Matrix
 from pallas_kernels.fp8_linear import mosaic, reference
 from pallas_kernels.implementation import Implementation, choose
 
 
 def fp8_linear(
-    x: jax.Array, weight: BlockScaled | Master, quantised: bool = False, implementation: Implementation | None = None
+    x: jax.Array, weight: Matrix, quantised: bool = False, implementation: Implementation | None = None
 ) -> jax.Array:
     """Rows times a packed FP8 matrix; `reference.fp8_linear` is what it means.
 
@@ -28,7 +28,7 @@ def fp8_linear(
 
 
 def grouped_fp8_linear(
-    x: jax.Array, weight: BlockScaled | Master, quantised: bool = False, implementation: Implementation | None = None
+    x: jax.Array, weight: Matrix, quantised: bool = False, implementation: Implementation | None = None
 ) -> jax.Array:
     """Rows times packed FP8 matrices, each with rows of its own; `reference.grouped_fp8_linear` is what it means.
 
@@ -44,9 +44,7 @@ def grouped_fp8_linear(
     return reference.grouped_fp8_linear(x, weight, quantised)
 
 
-def _for_kernel(
-    x: jax.Array, weight: BlockScaled | Master, implementation: Implementation | None
-) -> BlockScaled | None:
+def _for_kernel(x: jax.Array, weight: Matrix, implementation: Implementation | None) -> BlockScaled | None:
     """The weight if the kernel is to run."""
     chosen = choose(implementation, "fp8_linear", mosaic.refusal(x, weight))
     return weight if chosen == "mosaic" and isinstance(weight, BlockScaled) else None

@@ -2,12 +2,12 @@
 
 import jax
 
-from pallas_kernels.block_scaled import BlockScaled, Master, decoded_product
+from pallas_kernels.block_scaled import Matrix, decoded_product
 from pallas_kernels.fake_quant import LINEAR_BLOCK, fake_e4m3
 from pallas_kernels.precision import contract
 
 
-def fp8_linear(x: jax.Array, weight: BlockScaled | Master, quantised: bool = False) -> jax.Array:
+def fp8_linear(x: jax.Array, weight: Matrix, quantised: bool = False) -> jax.Array:
     """Rows times a packed FP8 matrix.
 
     Args:
@@ -21,7 +21,7 @@ def fp8_linear(x: jax.Array, weight: BlockScaled | Master, quantised: bool = Fal
     return decoded_product(_seen(x, quantised), weight)
 
 
-def grouped_fp8_linear(x: jax.Array, weight: BlockScaled | Master, quantised: bool = False) -> jax.Array:
+def grouped_fp8_linear(x: jax.Array, weight: Matrix, quantised: bool = False) -> jax.Array:
     """Rows times packed FP8 matrices that lie on top of each other, each of which has rows of its own.
 
     Args:

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
-from pallas_kernels.block_scaled import BlockScaled, Master
+from pallas_kernels.block_scaled import BlockScaled, Matrix
 from pallas_kernels.mxfp4_experts import ptx
 from pallas_kernels.mxfp4_experts.ptx import CHUNK_BYTES, ROWS, TILE
 from pallas_kernels.mxfp4_experts.reference import Matrices
@@ -67,8 +67,8 @@ def slots_of(picks: jax.Array, live: jax.Array, experts: int) -> Slots:
 
 def refusal(x: jax.Array, picks: jax.Array, experts: Matrices) -> str | None:
     """Why the kernel does not take x [..., d] and picks [..., k], as a clause; None if it does."""
-    if not isinstance(experts.gate, BlockScaled):
-        return "experts in training are not packed"
+    if not all(isinstance(matrix, BlockScaled) for matrix in experts):
+        return "it takes packed experts, and these are in training or not packed"
     if x.dtype != jnp.bfloat16:
         return f"activations are {x.dtype}, not bfloat16"
     _, hidden, width = experts.gate.shape
@@ -133,7 +133,7 @@ def _wanted(picks: jax.Array, live: jax.Array, experts: int) -> jax.Array:
     return live[:, None] & (picks >= 0) & (picks < experts)
 
 
-def _arrays(*matrices: BlockScaled | Master) -> list[jax.Array]:
+def _arrays(*matrices: Matrix) -> list[jax.Array]:
     """Payload and scales of each."""
     packed = [matrix for matrix in matrices if isinstance(matrix, BlockScaled)]
     return [array for matrix in packed for array in (matrix.payload, matrix.scales)]

@@ -5,17 +5,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.block_scaled import BlockScaled, Master, decoded_product
+from pallas_kernels.block_scaled import Master, Matrix, decoded_product
 from pallas_kernels.fake_quant import LINEAR_BLOCK, fake_e4m3
 from pallas_kernels.precision import round_to
 
 
 class Matrices(NamedTuple):
-    """Experts, packed or in training: `gate` and `up` [E, f, d], `down` [E, d, f]; without E for a single one."""
+    """Experts, packed or plain or trained: `gate` and `up` [E, f, d], `down` [E, d, f]; without E for a single one."""
 
-    gate: BlockScaled | Master
-    up: BlockScaled | Master
-    down: BlockScaled | Master
+    gate: Matrix
+    up: Matrix
+    down: Matrix
 
 
 def mxfp4_experts(
