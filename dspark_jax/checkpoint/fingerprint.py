@@ -10,9 +10,10 @@ SAMPLES, SAMPLE_BYTES, DIGITS = 16, 4096, 16
 PROVENANCE = "training.json"  # beside the weights of a trained checkpoint
 
 
-def fingerprint(directory: Path) -> str:
+def fingerprint(directory: Path, drafter: Path | None = None) -> str:
     """16 hexadecimal digits of a SHA-256 over three things: `config.json`; name, size and 16 samples of 4 KiB of every
-    shard; and what `dspark export` says of the tensors that it wrote, a digest of their bytes included.
+    shard, and of the file of a `drafter` if it is another one's; and what `dspark export` says of the tensors that it
+    wrote, a digest of their bytes included.
 
     It tells apart checkpoints that anybody would call different without reading them; a change of single weights by
     another program can escape it.
@@ -25,7 +26,8 @@ def fingerprint(directory: Path) -> str:
         for name in ("config.json", PROVENANCE):
             path = directory / name
             digest.update(path.read_bytes() if name != PROVENANCE or path.exists() else b"")
-        for shard in sorted([*directory.glob(SHARD_PATTERN), *directory.glob(SINGLE_FILE)]):
+        shards = sorted([*directory.glob(SHARD_PATTERN), *directory.glob(SINGLE_FILE)])
+        for shard in [*shards, drafter] if drafter else shards:
             size = shard.stat().st_size
             digest.update(f"{shard.name} {size}".encode())
             with shard.open("rb") as file:

@@ -84,6 +84,11 @@ class CheckpointFolder:
         """
         return self._shard_of(name).read(name)
 
+    def release(self) -> None:
+        """Lets go of the mappings of all shards; see `SafetensorsFile.release`."""
+        for shard in self._shards.values():
+            shard.release()
+
     def _shard_of(self, name: str) -> SafetensorsFile:
         path = self.file_of(name)
         if path.name not in self._shards:

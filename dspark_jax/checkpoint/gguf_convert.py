@@ -76,6 +76,7 @@ def convert(
         for piece in pieces(place.shape):
             stored = _stored(place, piece, TYPES[build][place.kind], folder, search)
             yield stored
+            folder.release()
             done += stored.nbytes
             if progress is not None:
                 progress(done, total)

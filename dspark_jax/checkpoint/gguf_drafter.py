@@ -58,6 +58,7 @@ class DrafterFile:
                 f"{readable}. Make the file with one of these types."
             )
         values = type.decode(self.stored(name)[piece])
+        self._file.release()
         if not np.isfinite(values).all():
             raise CheckpointError(
                 f"{self.path}: tensor {name} ({type.name}) holds NaN or infinity; expected finite values. The file is "

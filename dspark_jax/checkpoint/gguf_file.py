@@ -86,6 +86,10 @@ class GGUFFile:
         """A read-only view of a tensor as it is stored: uint8 [..., bytes of a row]. Only touched pages are read."""
         return self._bytes[info.start : info.start + info.bytes].reshape(info.stored_shape)
 
+    def release(self) -> None:
+        """Lets go of the mapping, so that what was read no longer counts as memory of the process."""
+        self.__dict__.pop("_bytes", None)
+
     @cached_property
     def _bytes(self) -> np.memmap:
         try:

@@ -89,6 +89,13 @@ class SafetensorsFile:
         info = self.tensors[name]
         return np.ndarray(info.shape, DTYPES[info.dtype], buffer=self._bytes, offset=info.start)
 
+    def release(self) -> None:
+        """Lets go of the mapping: what was read from it no longer counts as memory of the process, once no view lives.
+
+        The next `read` maps the file again.
+        """
+        self.__dict__.pop("_bytes", None)
+
     @cached_property
     def _bytes(self) -> np.ndarray:
         """The whole file, uint8, read-only."""

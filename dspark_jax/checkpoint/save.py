@@ -33,7 +33,7 @@ def _refuse_other_numbers(model: Model) -> None:
     expected = jax.tree.leaves_with_path(abstract_model(model.config, model.numerics, parts))
     for (path, leaf), (expected_path, kind) in zip(jax.tree.leaves_with_path(model), expected, strict=False):
         if (path, leaf.dtype) != (expected_path, kind.dtype):
-            name = jax.tree_util.keystr(expected_path, simple=True, separator=".")
+            name = jax.tree_util.keystr(expected_path, simple=True, separator=".").partition(".value")[0]
             raise CheckpointError(
                 f"{name} holds values that were rounded to another number type, by the GGUF file that they come from, "
                 "and the official layout would round them once more; save the model of the checkpoint itself."

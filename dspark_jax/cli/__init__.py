@@ -13,7 +13,19 @@ import jax
 import tyro
 from tyro.extras import SubcommandApp
 
-from dspark_jax.cli import bench, crosscheck, data, describe, evaluate, export, generate, inspect, train
+from dspark_jax.cli import (
+    bench,
+    convert,
+    crosscheck,
+    data,
+    describe,
+    evaluate,
+    export,
+    generate,
+    inspect,
+    train,
+    verify,
+)
 from dspark_jax.cli.terminal import one_line_warnings, print_error
 from dspark_jax.errors import DsparkError
 
@@ -32,6 +44,8 @@ Examples:
   dspark data regenerate --checkpoint DeepSeek-V4-Flash-0731 --prompts prompts.jsonl --out data.jsonl
   dspark train --checkpoint DeepSeek-V4-Flash-0731 --documents data.jsonl --out run
   dspark export --checkpoint DeepSeek-V4-Flash-0731 --run run --out tuned
+  dspark convert drafter.gguf --to llama.cpp-bf16 --checkpoint DeepSeek-V4-Flash-0731
+  dspark verify DeepSeek-V4-Flash-0731 drafter.gguf
   dspark generate --help"""
 
 CROSSCHECK_DESCRIPTION = "Check this package's numbers against PyTorch's: `crosscheck compare`."
@@ -105,4 +119,6 @@ def _app() -> SubcommandApp:
     app.command(datas, name="data", help=DATA_DESCRIPTION)
     app.command(train.train)
     app.command(export.export)
+    app.command(convert.convert)
+    app.command(verify.verify)
     return app

@@ -22,7 +22,7 @@ from dspark_jax.bench.prompts import read_prompts
 from dspark_jax.bench.report import Against, GenerateReport
 from dspark_jax.bench.sparse import sparse_checkpoint
 from dspark_jax.bench.workload import Workload
-from dspark_jax.cli.options import ONE_DEVICE, PACKAGED, UNLESS_ASKED, Devices, Loading
+from dspark_jax.cli.options import ONE_DEVICE, PACKAGED_PAIR, UNLESS_ASKED, Devices, Drafting
 from dspark_jax.cli.terminal import RESULT, bytes_bar, print_json, print_warning, spinner, steps_bar
 from dspark_jax.config import ModelConfig
 from dspark_jax.decoding.request import SETTINGS, check_request
@@ -91,7 +91,7 @@ def print_load(report: LoadReport) -> None:
 
 def generate(
     *,
-    loading: OmitArgPrefixes[Loading] = PACKAGED,
+    loading: OmitArgPrefixes[Drafting] = PACKAGED_PAIR,
     devices: OmitArgPrefixes[Devices] = ONE_DEVICE,
     prompts: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: random ids)")] = None,
     prompt_tokens: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: 128)")] = None,
@@ -129,14 +129,15 @@ def generate(
     with steps_bar("bench") as begin:
         report = bench_generate(model, workload, begin)
     if json:
-        source = {"prompts": str(prompts) if prompts else None}
+        drafter = str(loading.drafter) if loading.drafter else None
+        source = {"drafter": drafter, "prompts": str(prompts) if prompts else None}
         print_json({"checkpoint": str(loading.checkpoint), "numerics": loading.numerics} | source | report.to_dict())
     else:
         print_generate(report)
     return 0 if report.ok else 1
 
 
-def _prompts(path: Path, workload: Workload, loading: Loading) -> list[list[int]]:
+def _prompts(path: Path, workload: Workload, loading: Drafting) -> list[list[int]]:
     config = ModelConfig.from_file(loading.checkpoint / "config.json")
     model = abstract_model(config, numerics_of(loading.numerics))
     checked = check_request(workload.request([0], workload.draft_tokens), model, "prompt")

@@ -15,7 +15,7 @@ from tyro.conf import OmitArgPrefixes, arg
 
 from dspark_jax import chat
 from dspark_jax.checkpoint.fingerprint import fingerprint
-from dspark_jax.cli.options import ONE_DEVICE, PACKAGED, Devices, Loading
+from dspark_jax.cli.options import ONE_DEVICE, PACKAGED_PAIR, Devices, Drafting
 from dspark_jax.cli.terminal import RESULT, bytes_bar, completions_bar, print_json, print_warning, spinner
 from dspark_jax.config import ModelConfig
 from dspark_jax.data.files import replace
@@ -67,7 +67,7 @@ def evaluate(
     prompts: Annotated[Path, arg(metavar="FILE")],
     out: Annotated[Path, arg(metavar="DIR")],
     batch_size: Annotated[int, arg(metavar="B", help_behavior_hint="(default: 8)")] = 8,
-    loading: OmitArgPrefixes[Loading] = PACKAGED,
+    loading: OmitArgPrefixes[Drafting] = PACKAGED_PAIR,
     devices: OmitArgPrefixes[Devices] = ONE_DEVICE,
     evaluation: OmitArgPrefixes[Evaluation] = GREEDY,
     json: bool = False,
@@ -97,7 +97,7 @@ def evaluate(
     if ignored:
         print_warning(f"{prompts}: not known, and ignored: {', '.join(ignored)}; a line may have {', '.join(FIELDS)}.")
     _make_folder(out)
-    model = fingerprint(loading.checkpoint)
+    model = fingerprint(loading.checkpoint, loading.drafter)
     with Results(out / ROUNDS, {"model": model, "numerics": loading.numerics, "trace": True}) as results:
         missing = results.missing(jobs)
         if missing:
@@ -107,6 +107,7 @@ def evaluate(
             _refuse_broken(decoded)
             ran = {
                 "checkpoint": str(loading.checkpoint),
+                "drafter": str(loading.drafter) if loading.drafter else None,
                 "model": model,
                 "numerics": loading.numerics,
                 "prompts": str(prompts),
@@ -141,7 +142,7 @@ def _decode(
     jobs: Sequence[Job],
     results: Results,
     tokenizer: TextCoding,
-    loading: Loading,
+    loading: Drafting,
     devices: Devices,
     batch_size: int,
     total: int,

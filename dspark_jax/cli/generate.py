@@ -14,7 +14,7 @@ from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from dspark_jax import chat
 from dspark_jax.checkpoint.fingerprint import fingerprint
-from dspark_jax.cli.options import ONE_DEVICE, PACKAGED, UNLESS_ASKED, Decoding, Devices, Loading
+from dspark_jax.cli.options import ONE_DEVICE, PACKAGED_PAIR, UNLESS_ASKED, Decoding, Devices, Drafting
 from dspark_jax.cli.terminal import RESULT, bytes_bar, completions_bar, print_json, print_warning
 from dspark_jax.config import ModelConfig
 from dspark_jax.decoding.generate import Completion
@@ -37,7 +37,7 @@ def generate(
     prompts: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(needs --out)")] = None,
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(with --prompts)")] = None,
     batch_size: Annotated[int, arg(metavar="B", help_behavior_hint="(with --prompts; default: 8)")] = 8,
-    loading: OmitArgPrefixes[Loading] = PACKAGED,
+    loading: OmitArgPrefixes[Drafting] = PACKAGED_PAIR,
     devices: OmitArgPrefixes[Devices] = ONE_DEVICE,
     decoding: OmitArgPrefixes[Decoding] = UNLESS_ASKED,
     json: bool = False,
@@ -88,7 +88,7 @@ def generate(
 class Session:
     """Jobs on their way through a model to the screen or a file."""
 
-    loading: Loading
+    loading: Drafting
     devices: Devices
     logprobs: bool
     text: Text
@@ -96,7 +96,7 @@ class Session:
 
     def common(self) -> dict[str, Any]:
         """What every completion depends on, and is recorded with."""
-        model = fingerprint(self.loading.checkpoint)
+        model = fingerprint(self.loading.checkpoint, self.loading.drafter)
         return {"model": model, "numerics": self.loading.numerics, "logprobs": self.logprobs}
 
     def prompt(self, jobs: Sequence[Job]) -> int:

@@ -7,10 +7,11 @@ from rich.console import RenderableType
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
-from tyro.conf import arg
+from tyro.conf import Positional, arg
 
 from dspark_jax.assets import TINY_V4
 from dspark_jax.cli.facts import Amount, Files, Inspection, Memory, Parameters, Tensors, inspect_folder
+from dspark_jax.cli.gguf_facts import inspect_gguf, print_gguf
 from dspark_jax.cli.terminal import RESULT, print_json
 from dspark_jax.config import LayerKind, ModelConfig
 
@@ -23,6 +24,7 @@ MEMORY_NOTE = (
 
 
 def inspect(
+    file: Annotated[Positional[Path | None], arg(metavar="FILE.gguf", help_behavior_hint="(or a checkpoint)")] = None,
     *,
     checkpoint: Annotated[Path, arg(metavar="DIR", help_behavior_hint="(default: the packaged tiny-v4)")] = TINY_V4,
     json: bool = False,
@@ -30,9 +32,17 @@ def inspect(
     """Show what a checkpoint is, what it holds, and what fits on the devices.
 
     Args:
+        file: Instead, a GGUF file: its metadata and its tensors.
         checkpoint: Folder with config.json, which is enough; shards, if any, are checked (exit code 1 if one is wrong).
         json: Print the same facts as one JSON object.
     """
+    if file:
+        held = inspect_gguf(file)
+        if json:
+            print_json(held.to_dict())
+        else:
+            print_gguf(held)
+        return 0
     facts = inspect_folder(checkpoint)
     if json:
         print_json(facts.to_dict())

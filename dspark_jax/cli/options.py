@@ -49,7 +49,20 @@ class Loading:
         return load(self.checkpoint, self.numerics, devices.mesh(), progress=progress)
 
 
+@dataclass(frozen=True)
+class Drafting(Loading):
+    """Which target and which drafter."""
+
+    drafter: Annotated[Path | None, arg(metavar="FILE.gguf", help_behavior_hint="(default: the folder's)")] = None
+    """GGUF file of llama.cpp or ds4 to take the drafter from."""
+
+    def model(self, devices: Devices, progress: Progress) -> Model:
+        """Loads both."""
+        return load(self.checkpoint, self.numerics, devices.mesh(), progress=progress, drafter=self.drafter)
+
+
 PACKAGED = Loading()
+PACKAGED_PAIR = Drafting()
 
 
 @dataclass(frozen=True)
