@@ -44,7 +44,7 @@ def print_comparison(comparison: Comparison) -> None:
         table.add_column(header, no_wrap=True)
     for header in ("max|A|", "max|diff|", "relative RMS"):
         table.add_column(header, justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
+    table.add_column("exact", overflow="fold")
     for row in comparison.rows:
         table.add_row(Text(row.name), *(type or "" for type in row.types), *_numbers(row), _mark(row))
     RESULT.print(table)
@@ -57,6 +57,4 @@ def _numbers(row: Row) -> list[str]:
 
 
 def _mark(row: Row) -> Text:
-    if row.exact:
-        return Text("✓ exact", style="green")
-    return Text(f"✗ {row.fault or 'differs'}", style="bold red")
+    return Text("✓", style="green") if row.exact else Text(f"✗ {row.fault or ''}", style="bold red")
