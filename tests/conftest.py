@@ -97,6 +97,35 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+# GGUF files of a drafter ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint of `gguf_drafters.CONFIG`."""
+    from gguf_drafters import CONFIG
+    from random_model import random_model
+
+    import dspark_jax
+
+    folder = tmp_path_factory.mktemp("checkpoint") / "wide"
+    dspark_jax.save(random_model(CONFIG), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def drafter_files(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Its drafter as each of `gguf_drafters.FILES`, K-quants without search: build -> file."""
+    from gguf_drafters import FILES
+
+    from dspark_jax.checkpoint.gguf_convert import convert
+
+    out = tmp_path_factory.mktemp("gguf")
+    for build, spelling in FILES:
+        convert(wide, build, out / build, spelling, search=False)
+    return {build: out / build for build, _ in FILES}
+
+
 @pytest.fixture(scope="module")
 def quick() -> Iterator[None]:
     """What `QUICK` does, for programs that are compiled out of a test's reach."""
