@@ -40,6 +40,11 @@ class DrafterFile:
             for name, info in self._file.tensors.items()
         }
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.bytes for info in self.tensors.values())
+
     def stored(self, name: str) -> Bytes:
         """A read-only view of a tensor as it is stored: uint8 [..., bytes of a row]."""
         return self._file.read(self.tensors[name])

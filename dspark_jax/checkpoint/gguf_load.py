@@ -37,25 +37,36 @@ Codes = tuple[np.ndarray, np.ndarray]
 """Codes and scales, both uint8."""
 
 
+def open_drafter(path: str | Path, config: ModelConfig) -> DrafterFile:
+    """A file that holds the drafter of a target's configuration, checked from its header alone.
+
+    Raises:
+        CheckpointError: the file is damaged, is no DSpark drafter's, or does not belong to the configuration; or one of
+            its tensors is unexpected, missing or misshapen.
+        RequestError: the configuration has no drafter, or one that no GGUF file can express.
+    """
+    file = DrafterFile(path)
+    _check_metadata(file, config)
+    _check_tensors(file, config)
+    return file
+
+
 def read_drafter(
-    path: str | Path, abstract: Model, mesh: Mesh | None, progress: Callable[[int], None] | None = None
+    file: DrafterFile, abstract: Model, mesh: Mesh | None, progress: Callable[[int, int], None] | None = None
 ) -> Drafter:
     """The drafter of `abstract`, filled from a file.
 
     Args:
-        path: the file.
-        abstract: a model with an abstract drafter; its configuration is the target's.
+        file: `open_drafter` gave it for the model's configuration.
+        abstract: a model with an abstract drafter.
         mesh: as for `load`.
-        progress: told about the bytes of each tensor of the file that has been read.
+        progress: told about the bytes of the file that have been read, and those of all its tensors.
 
     Raises:
-        CheckpointError: the file is damaged, is no DSpark drafter's, or does not belong to the configuration; or one of
-            its tensors is unexpected, missing, misshapen, of a type that is not read, or not finite.
-        RequestError: the configuration has no drafter, or one that no GGUF file can express.
+        CheckpointError: a tensor is of a type that is not read, or not finite.
     """
-    config, file = abstract.config, DrafterFile(path)
+    config, done = abstract.config, 0
     by_name = {place.official: place for place in places(config)}
-    check(file, config)
 
     def filled(path: tuple[object, ...], variable: nnx.Variable) -> nnx.Variable:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -66,8 +77,10 @@ def read_drafter(
         else:
             new = type(variable)(_plain(file, place, value, mesh))
         jax.block_until_ready(jax.tree.leaves(new))
+        nonlocal done
+        done += file.tensors[place.official].bytes
         if progress is not None:
-            progress(file.tensors[place.official].bytes)
+            progress(done, file.bytes)
         return new
 
     return jax.tree_util.tree_map_with_path(
@@ -75,13 +88,7 @@ def read_drafter(
     )
 
 
-def check(file: DrafterFile, config: ModelConfig) -> None:
-    """Checks that a file holds the drafter of a configuration, from its header alone.
-
-    Raises:
-        CheckpointError: naming the key or the tensor.
-    """
-    _check_metadata(file, config)
+def _check_tensors(file: DrafterFile, config: ModelConfig) -> None:
     expected = {place.official: bare(place.shape) for place in places(config)}
     for name in file.tensors:
         if name not in expected:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dspark_jax.checkpoint.folder import CheckpointFolder
-from dspark_jax.checkpoint.gguf_load import read_drafter
+from dspark_jax.checkpoint.gguf_load import open_drafter, read_drafter
 from dspark_jax.checkpoint.layout import Entry, layout, tensor_names
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import CheckpointError, RequestError
@@ -79,12 +79,16 @@ def _with_drafter_of(
             f"{file}: a drafter was given, and either config.json has no dspark_* fields, so that it says nothing of "
             "how to draft, or the parts to load leave the drafter out."
         )
-    rest = replace(abstract, drafter=None)
+    rest, held = replace(abstract, drafter=None), open_drafter(file, abstract.config)
     entries = layout(rest)
     account(entries, folder, rest, parts=("target",))
-    filled = read_drafter(file, abstract, mesh)
-    model = fill(rest, entries, lambda entry: read_leaf(entry, folder, mesh, abstract.config), progress)
-    return replace(model, drafter=filled)
+    sizes = [sum(entry.leaf.size * entry.leaf.dtype.itemsize for entry in entries), held.bytes]
+
+    def part(number: int) -> Progress | None:
+        return progress and (lambda done, _: progress(sum(sizes[:number]) + done, sum(sizes)))
+
+    model = fill(rest, entries, lambda entry: read_leaf(entry, folder, mesh, abstract.config), part(0))
+    return replace(model, drafter=read_drafter(held, abstract, mesh, part(1)))
 
 
 def account(entries: tuple[Entry, ...], folder: CheckpointFolder, model: Model, parts: Sequence[Part] = PARTS) -> None:

@@ -26,7 +26,8 @@ class Type:
         block: values that are stored together.
         bytes: that they take.
         decode: uint8 [..., n / block * bytes] -> float32 [..., n]; None if this package does not read the type.
-        encode: float32 [..., n] -> uint8 [..., n / block * bytes]; None if this package does not write it from values.
+        encode: float32 [..., n] -> uint8 [..., n / block * bytes]; None if values alone do not say how (K-quants are
+            searched for, or not), or if this package does not write the type from values.
     """
 
     name: str
@@ -66,8 +67,8 @@ F32 = Type("F32", 0, 1, 4, **_plain(np.float32))
 F16 = Type("F16", 1, 1, 2, **_plain(np.float16))
 BF16 = Type("BF16", 30, 1, 2, **_plain(ml_dtypes.bfloat16))
 Q8_0 = Type("Q8_0", 8, q8_0.BLOCK, q8_0.BYTES, q8_0.decode, q8_0.encode)
-Q2_K = Type("Q2_K", 10, q2_k.BLOCK, q2_k.BYTES, q2_k.decode, q2_k.encode)
-Q4_K = Type("Q4_K", 12, q4_k.BLOCK, q4_k.BYTES, q4_k.decode, q4_k.encode)
+Q2_K = Type("Q2_K", 10, q2_k.BLOCK, q2_k.BYTES, q2_k.decode)
+Q4_K = Type("Q4_K", 12, q4_k.BLOCK, q4_k.BYTES, q4_k.decode)
 MXFP4 = Type("MXFP4", 39, 32, 17, _decode_mxfp4)
 OTHERS = (Type("IQ2_XXS", 16, 256, 66), Type("I32", 26, 1, 4), Type("I64", 27, 1, 8))
 

@@ -19,12 +19,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import dspark_jax
 from dspark_jax.bench.sparse import FLASH
+from dspark_jax.checkpoint.fingerprint import fingerprint
 from dspark_jax.checkpoint.gguf_convert import convert
 from dspark_jax.checkpoint.gguf_drafter import DrafterFile
 from dspark_jax.checkpoint.gguf_file import GGUFFile
 from dspark_jax.checkpoint.gguf_layout import Build, Spelling, places, planned
 from dspark_jax.checkpoint.gguf_metadata import metadata
 from dspark_jax.checkpoint.verify import verify
+from dspark_jax.cli.options import ONE_DEVICE, Drafting
 from dspark_jax.errors import CheckpointError
 from dspark_jax.formats import e4m3, mxfp4
 from pallas_kernels.block_scaled import BlockScaled, Unpacked
@@ -328,6 +330,21 @@ class TestCommands:
         told: list[tuple[int, int]] = []
         size = convert(wide, "llama.cpp-q8_0", tmp_path / "out", "llama.cpp", progress=lambda *step: told.append(step))
         assert told[-1] == (size, size) and told == sorted(told)
+
+
+class TestWhereADrafterIsAskedFor:
+    def test_progress_of_loading_ends_with_all_bytes(self, wide: Path, drafter_files: dict[str, Path]) -> None:
+        told: list[tuple[int, int]] = []
+        dspark_jax.load(wide, drafter=drafter_files["ds4-q2k"], progress=lambda *step: told.append(step))
+        assert told == sorted(told) and told[-1][0] == told[-1][1] and len({total for _, total in told}) == 1
+
+    def test_the_commands_take_it_from_the_file(self, wide: Path, drafter_files: dict[str, Path]) -> None:
+        loading = Drafting(wide, "float32", drafter_files["ds4-q2k"])
+        model = loading.model(ONE_DEVICE, lambda done, total: None)
+        assert model.drafter and isinstance(model.drafter.main_proj.get_value(), Unpacked)
+
+    def test_another_file_is_another_fingerprint(self, wide: Path, drafter_files: dict[str, Path]) -> None:
+        assert len({fingerprint(wide), *(fingerprint(wide, file) for file in drafter_files.values())}) == 1 + len(FILES)
 
 
 class TestTokenizers:
