@@ -119,12 +119,14 @@ def _encode(parts: list[np.ndarray], kind: Kind, type: Type, search: bool) -> By
             raise ValueError("a scale is NaN")
         return mxfp4.to_gguf(codes, scales)
     values = _values(parts, kind)
+    if not np.isfinite(values).all():
+        raise ValueError("a value is NaN or infinite")
     if type in K_QUANTS:
         return K_QUANTS[type](values, search)
     if type == BF16 and not narrow.fits_bfloat16(values):
-        raise ValueError("a value is not finite or, its scale being out of range, would be rounded")
+        raise ValueError("a value would be rounded, its scale being out of range")
     if type == F16 and narrow.float16_range(values).overflow:
-        raise ValueError("a value is not finite or beyond 65504")
+        raise ValueError("a value is beyond 65504")
     assert type.encode is not None
     return type.encode(values)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dspark_jax.checkpoint.gguf_file import Value
+from dspark_jax.checkpoint.gguf_file import ALIGNMENT, ALIGNMENT_KEY, Value
 from dspark_jax.checkpoint.gguf_layout import Spelling
 from dspark_jax.checkpoint.tokenizer import TOKENIZER_FILE, read_tokenizer
 from dspark_jax.config import ModelConfig
@@ -39,6 +39,8 @@ def metadata(config: ModelConfig, spelling: Spelling, name: str, checkpoint: Pat
         checkpoint: its folder, whose tokenizer llama.cpp's files embed.
     """
     values: dict[str, Value] = {"general.architecture": ARCHITECTURES[spelling], "general.name": name}
+    if spelling == "upstream":
+        values[ALIGNMENT_KEY] = np.uint32(ALIGNMENT)
     if spelling == "llama.cpp":
         values |= {
             "general.type": "model",
@@ -133,7 +135,7 @@ def _upstream(c: ModelConfig) -> dict[str, Value]:
         "noise_token_id": np.uint32(c.drafter.noise_token_id),
         "target_layer_ids": np.array(target_layers(c, "upstream"), np.uint32),
     }
-    return {"general.alignment": np.uint32(32)} | {f"dspark.{key}": value for key, value in values.items()}
+    return {f"dspark.{key}": value for key, value in values.items()}
 
 
 def tokenizer_metadata(config: ModelConfig, checkpoint: Path) -> dict[str, Value]:
