@@ -64,7 +64,7 @@ def convert(
             taken, or the disk refuses.
     """
     config = ModelConfig.from_file(checkpoint / "config.json")
-    infos, folder = planned(config, build, spelling), CheckpointFolder.open(checkpoint)
+    infos, folder = planned(config, build, spelling, checkpoint), CheckpointFolder.open(checkpoint)
     by_name = {place.names[spelling]: place for place in places(config)}
     entries = tuple(entry for place in by_name.values() for entry in place.entries)
     account(entries, folder, abstract_model(config, numerics_of("float32")))

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from dspark_jax.checkpoint.gguf_file import TensorInfo
@@ -82,7 +83,6 @@ TYPES: dict[Build, dict[Kind, Type]] = {
 }
 
 
-EXPERT_STACK = ("expert", "out", "in")
 PIECE_VALUES = 1 << 24  # 64 MB in float32
 Piece = int | slice
 """An expert, or rows."""
@@ -107,18 +107,18 @@ class Place:
     entries: tuple[Entry, ...]
 
 
-def places(config: ModelConfig) -> tuple[Place, ...]:
-    """The tensors of a configuration's drafter, stage by stage.
+def places(config: ModelConfig, where: str | Path = "the configuration") -> tuple[Place, ...]:
+    """The tensors of a configuration's drafter, stage by stage; `where` begins every refusal.
 
     Raises:
         RequestError: the configuration has no drafter, or one that no GGUF file can express.
     """
     if config.drafter is None:
-        raise RequestError("config.json has no dspark_* fields: a checkpoint without a drafter has nothing to convert.")
+        raise RequestError(f"{where}: has no dspark_* fields; name a checkpoint that has a drafter.")
     if config.drafter.markov_head != "vanilla":
         raise RequestError(
-            f"dspark_markov_head is {config.drafter.markov_head!r}, an extension of this package that no program reads "
-            "from GGUF; expected the vanilla head."
+            f"{where}: dspark_markov_head is {config.drafter.markov_head!r}, an extension of this package that no "
+            "program reads from GGUF; expected the vanilla head."
         )
     entries = _entries(config)
     found = tuple(
@@ -166,7 +166,7 @@ def pieces(shape: tuple[int, ...]) -> Iterator[Piece]:
     if len(shape) == 1:
         yield slice(None)
         return
-    if len(shape) == len(EXPERT_STACK):
+    if len(shape) == 3:
         yield from range(shape[0])
         return
     block, _ = BLOCKS["e4m3"]
@@ -180,19 +180,21 @@ def scale_rows(rows: slice) -> slice:
     return slice(rows.start // block, -(-rows.stop // block))
 
 
-def planned(config: ModelConfig, build: Build, spelling: Spelling) -> dict[str, TensorInfo]:
-    """Name, type and shape of every tensor of a file, in the file's order.
+def planned(
+    config: ModelConfig, build: Build, spelling: Spelling, where: str | Path = "the configuration"
+) -> dict[str, TensorInfo]:
+    """Name, type and shape of every tensor of a file, in the file's order; `where` begins every refusal.
 
     Raises:
         RequestError: as `places`; rows that do not divide into the blocks of their number type, by the tensor's name.
     """
     infos = {}
-    for place in places(config):
+    for place in places(config, where):
         type = TYPES[build][place.kind]
         if place.shape[-1] % type.block:
             raise RequestError(
-                f"tensor {place.official} has rows of {place.shape[-1]} values, and {type.name} takes blocks of "
-                f"{type.block}: it cannot be stored so; choose another build."
+                f"{where}: tensor {place.official} has rows of {place.shape[-1]} values, and {type.name} takes "
+                f"blocks of {type.block}: it cannot be stored so; choose another build."
             )
         infos[place.names[spelling]] = TensorInfo(type, place.shape)
     return infos

@@ -194,7 +194,7 @@ class _FileDrafter:
 class _FolderDrafter:
     def __init__(self, path: Path) -> None:
         config = ModelConfig.from_file(path / "config.json")
-        self._folder, found = CheckpointFolder.open(path), places(config)
+        self._folder, found = CheckpointFolder.open(path), places(config, path)
         entries = tuple(entry for place in found for entry in place.entries)
         account(entries, self._folder, abstract_model(config, numerics_of("float32")))
         self._places = {place.official: place for place in found}

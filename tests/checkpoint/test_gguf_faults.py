@@ -202,7 +202,7 @@ class TestCheckpointsThatAreRefused:
     @pytest.mark.parametrize(
         "change, match",
         [
-            ({"drafter": None, "compress_ratios": (0, 4)}, "without a drafter"),
+            ({"drafter": None, "compress_ratios": (0, 4)}, "has no dspark_"),
             ({"drafter": dataclasses.replace(CONFIG.drafter, markov_head="gated")}, "dspark_markov_head is 'gated'"),  # type: ignore[type-var]
         ],
     )
