@@ -32,7 +32,7 @@ from dspark_jax.checkpoint import load as load_module
 from dspark_jax.checkpoint.folder import CheckpointFolder
 from dspark_jax.cli import bench as bench_command
 from dspark_jax.cli import main
-from dspark_jax.cli.options import Loading
+from dspark_jax.cli.options import Drafting
 from dspark_jax.decoding.generation import Generation
 from dspark_jax.decoding.statistics import Counters
 from dspark_jax.errors import RequestError
@@ -83,6 +83,7 @@ AGAINST_FIELDS = {
 GENERATE_FIELDS = {
     "mesh": type(None),
     "checkpoint": str,
+    "drafter": type(None),
     "prompts": str,
     "numerics": str,
     "device": str,
@@ -467,7 +468,7 @@ class TestPrompts:
         def refuse(*_: Any, **__: Any) -> Model:
             raise RequestError("weights are loaded")
 
-        monkeypatch.setattr(Loading, "model", refuse)
+        monkeypatch.setattr(Drafting, "model", refuse)
         return run
 
     @pytest.mark.parametrize(
