@@ -228,16 +228,18 @@ def _e4m3_value(code: int) -> float:
 
 
 _E4M3 = np.array([_e4m3_value(code) for code in range(256)], np.float32)
-_E2M1 = np.array([sign * magnitude for sign in (1, -1) for magnitude in (0, 0.5, 1, 1.5, 2, 3, 4, 6)], np.float32)
+_E2M1 = [sign * magnitude for sign in (1, -1) for magnitude in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
+_E2M1_PAIRS = np.array([(_E2M1[code & 15], _E2M1[code >> 4]) for code in range(256)], np.float32)
 _POWERS = np.array([*(math.ldexp(1, code - 127) for code in range(255)), math.nan], np.float32)
 
 
 def _fp8_values(codes: np.ndarray, scales: np.ndarray) -> Values:
     rows, columns = (np.arange(size) // block for size, block in zip(codes.shape, BLOCKS["e4m3"], strict=True))
-    return _E4M3[codes] * _POWERS[scales][rows[:, None], columns]
+    with np.errstate(over="ignore"):
+        return _E4M3[codes] * _POWERS[scales][rows[:, None], columns]
 
 
 def _fp4_values(codes: np.ndarray, scales: np.ndarray) -> Values:
-    values = _E2M1[np.stack([codes & 15, codes >> 4], axis=-1)]
-    groups = values.reshape(*scales.shape, BLOCKS["e2m1"][1]) * _POWERS[scales][..., None]
-    return groups.reshape(len(codes), -1)
+    pairs = _E2M1_PAIRS[codes].reshape(*scales.shape, BLOCKS["e2m1"][1])
+    with np.errstate(over="ignore"):
+        return (pairs * _POWERS[scales][..., None]).reshape(len(codes), -1)
