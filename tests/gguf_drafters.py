@@ -1,6 +1,12 @@
 """A drafter 256 wide, so that K-quants take its rows, and the kinds of GGUF files that it is converted to."""
 
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
 from dspark_jax import ModelConfig
+from dspark_jax.checkpoint.gguf_file import GGUFFile, TensorInfo, write_gguf
 from dspark_jax.checkpoint.gguf_layout import Build, Spelling
 
 CONFIG = ModelConfig.tiny(
@@ -12,6 +18,7 @@ CONFIG = ModelConfig.tiny(
     compress_ratios=[0, 4, 0, 0],
     num_hash_layers=0,
     dspark_target_layer_ids=[0, 1],
+    dspark_markov_rank=32,
 )
 FILES: tuple[tuple[Build, Spelling], ...] = (
     ("llama.cpp-bf16", "llama.cpp"),
@@ -19,3 +26,17 @@ FILES: tuple[tuple[Build, Spelling], ...] = (
     ("ds4-q2k", "entrpi"),
     ("ds4-q4k", "upstream"),
 )
+
+
+def rewrite(
+    source: Path, out: Path, metadata: dict[str, Any] | None = None, **tensors: tuple[str, TensorInfo, np.ndarray]
+) -> Path:
+    """A copy of a file with other metadata (None drops a key), and tensors replaced, dropped, or added."""
+    file = GGUFFile(source)
+    values = {key: value for key, value in (file.metadata | (metadata or {})).items() if value is not None}
+    contents = {name: (info, file.read(info)) for name, info in file.tensors.items()}
+    for name, info, stored in tensors.values():
+        contents[name] = (info, stored)
+    kept = {name: content for name, content in contents.items() if content[0] is not None}
+    write_gguf(out, values, {name: info for name, (info, _) in kept.items()}, lambda name: [kept[name][1]], False)
+    return out

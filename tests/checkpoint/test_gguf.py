@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import Dspark
-from gguf_drafters import CONFIG, FILES
+from gguf_drafters import CONFIG, FILES, rewrite
 from random_model import random_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -22,13 +22,14 @@ from dspark_jax.bench.sparse import FLASH
 from dspark_jax.checkpoint.fingerprint import fingerprint
 from dspark_jax.checkpoint.gguf_convert import convert
 from dspark_jax.checkpoint.gguf_drafter import DrafterFile
-from dspark_jax.checkpoint.gguf_file import GGUFFile
+from dspark_jax.checkpoint.gguf_file import GGUFFile, TensorInfo
 from dspark_jax.checkpoint.gguf_layout import Build, Spelling, places, planned
 from dspark_jax.checkpoint.gguf_metadata import metadata
 from dspark_jax.checkpoint.verify import verify
 from dspark_jax.cli.options import ONE_DEVICE, Drafting
 from dspark_jax.errors import CheckpointError
 from dspark_jax.formats import e4m3, mxfp4
+from dspark_jax.formats.ggml import BF16, F16, Q8_0, Type
 from pallas_kernels.block_scaled import BlockScaled, Unpacked
 from pallas_kernels.mxfp4_experts import Matrices, mxfp4_experts
 
@@ -201,6 +202,44 @@ class TestThereAndBack:
         experts = stage.ffn.experts.w2.get_value()
         assert isinstance(experts, BlockScaled if spelling == "llama.cpp" else Unpacked)
         assert np.array_equal(experts.decode()[1], file.values("mtp.1.ffn.experts.w2", 1))
+
+    @pytest.mark.parametrize(
+        "name, type",
+        [
+            ("mtp.0.ffn_gate_inp.weight", Q8_0),
+            ("mtp.1.markov_head.markov_w2.weight", Q8_0),
+            ("mtp.1.hc_attn_fn.weight", F16),
+            ("mtp.0.attn_norm.weight", F16),
+            ("mtp.0.ffn_up_exps.weight", BF16),
+        ],
+    )
+    def test_other_types_that_ds4_writes_are_read(
+        self, name: str, type: Type, wide: Path, drafter_files: dict[str, Path], tmp_path: Path
+    ) -> None:
+        old = GGUFFile(drafter_files["ds4-q4k"])
+        info = dataclasses.replace(old.tensors[name], type=type)
+        values = np.random.default_rng(0).standard_normal(info.shape).astype(np.float32)
+        assert type.encode and type.decode
+        stored = type.encode(values)
+        file = rewrite(drafter_files["ds4-q4k"], tmp_path / "x", x=(name, info, stored))
+        stages = self.load(wide, file).drafter.stages
+        found = {
+            "mtp.0.ffn_gate_inp.weight": stages[0].ffn.gate.weight,
+            "mtp.1.markov_head.markov_w2.weight": self.load(wide, file).drafter.markov_head.markov_w2,
+            "mtp.1.hc_attn_fn.weight": stages[1].hc_attn.fn,
+            "mtp.0.attn_norm.weight": stages[0].attn_norm,
+            "mtp.0.ffn_up_exps.weight": stages[0].ffn.experts.w3,
+        }[name].get_value()
+        held = found.values if isinstance(found, Unpacked) else found
+        assert np.array_equal(np.asarray(held, np.float32), type.decode(stored))
+
+    def test_an_axis_of_one_may_be_dropped(self, wide: Path, drafter_files: dict[str, Path], tmp_path: Path) -> None:
+        old = GGUFFile(drafter_files["llama.cpp-bf16"])
+        info = old.tensors["conf_proj.weight"]
+        dropped = ("conf_proj.weight", TensorInfo(info.type, info.shape[1:]), old.read(info).reshape(-1))
+        file = rewrite(drafter_files["llama.cpp-bf16"], tmp_path / "x", x=dropped)
+        found, wanted = (self.load(wide, path).drafter.confidence[...] for path in (file, old.path))
+        assert np.array_equal(found, wanted) and verify(wide, file).same
 
     def test_values_that_were_rounded_are_not_saved(
         self, wide: Path, drafter_files: dict[str, Path], tmp_path: Path

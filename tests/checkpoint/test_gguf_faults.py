@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf_drafters import CONFIG
+from gguf_drafters import CONFIG, rewrite
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_model import random_model
@@ -17,26 +17,11 @@ import dspark_jax
 from dspark_jax.checkpoint.folder import CheckpointFolder
 from dspark_jax.checkpoint.gguf_convert import convert
 from dspark_jax.checkpoint.gguf_drafter import DrafterFile
-from dspark_jax.checkpoint.gguf_file import GGUFFile, TensorInfo, write_gguf
+from dspark_jax.checkpoint.gguf_file import GGUFFile, TensorInfo
 from dspark_jax.checkpoint.gguf_layout import Build, planned
 from dspark_jax.checkpoint.verify import verify
 from dspark_jax.errors import CheckpointError, RequestError
 from dspark_jax.formats.ggml import F32, OTHERS
-
-
-def rewrite(
-    source: Path, out: Path, metadata: dict[str, Any] | None = None, **tensors: tuple[str, TensorInfo, np.ndarray]
-) -> Path:
-    """A copy of a file with other metadata (None drops a key), and tensors replaced, dropped, or added."""
-    file = GGUFFile(source)
-    values = {key: value for key, value in (file.metadata | (metadata or {})).items() if value is not None}
-    contents = {name: (info, file.read(info)) for name, info in file.tensors.items()}
-    for name, info, stored in tensors.values():
-        contents[name] = (info, stored)
-    kept = {name: content for name, content in contents.items() if content[0] is not None}
-    write_gguf(out, values, {name: info for name, (info, _) in kept.items()}, lambda name: [kept[name][1]], False)
-    return out
-
 
 GONE: Any = (None, None)
 ZEROS, NANS = np.zeros(16, np.uint8), np.full(1024, 255, np.uint8)
