@@ -209,7 +209,7 @@ def _announce(out: Path, tokens: int, size: int, missing: int, token: int) -> No
 
 def _fill(writer: CacheWriter, documents: Documents, loading: Loading, devices: Devices, batch_size: int) -> None:
     with bytes_bar("loading weights") as progress:
-        model = load(loading.checkpoint, loading.numerics, devices.mesh(), parts=("target",), progress=progress)
+        model = load(loading.checkpoint, loading.preset, devices.mesh(), parts=("target",), progress=progress)
     with tokens_bar("caching features") as progress:
         capture(model, documents, range(len(documents)), writer, batch_size, progress)
 

@@ -1,6 +1,6 @@
 """Options that several commands share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,6 +12,7 @@ from dspark_jax.assets import TINY_V4
 from dspark_jax.checkpoint.load import Progress, load
 from dspark_jax.decoding.request import SETTINGS, Request
 from dspark_jax.model.model import Model
+from dspark_jax.model.numerics import Numerics, numerics_of
 from dspark_jax.sharding import make_mesh
 
 
@@ -44,9 +45,17 @@ class Loading:
     numerics: Literal["float32", "bfloat16", "official"] = "bfloat16"
     """float32 for parity with PyTorch, official to quantise activations as DeepSeek serves the model."""
 
+    no_kernels: bool = False
+    """Run everything through XLA, on GPUs that have kernels for it, too."""
+
+    @property
+    def preset(self) -> Numerics:
+        """What the options say of numbers."""
+        return replace(numerics_of(self.numerics), implementation="xla" if self.no_kernels else None)
+
     def model(self, devices: Devices, progress: Progress) -> Model:
         """Loads it."""
-        return load(self.checkpoint, self.numerics, devices.mesh(), progress=progress)
+        return load(self.checkpoint, self.preset, devices.mesh(), progress=progress)
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Drafting(Loading):
 
     def model(self, devices: Devices, progress: Progress) -> Model:
         """Loads both."""
-        return load(self.checkpoint, self.numerics, devices.mesh(), progress=progress, drafter=self.drafter)
+        return load(self.checkpoint, self.preset, devices.mesh(), progress=progress, drafter=self.drafter)
 
 
 PACKAGED = Loading()

@@ -7,6 +7,7 @@ a switch would have no user.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,8 @@ class Numerics:
         quantise_linear_inputs: simulate E4M3 inputs, 128 channels a scale, before every FP8 and FP4 matrix.
         quantise_kv: simulate E4M3 keys and entries, 64 channels a scale, on the channels without RoPE.
         quantise_index: rotate the indexer's queries and entries (Hadamard) and simulate E2M1, 32 channels a scale.
-        implementation: of the operations in `pallas_kernels`; None takes a kernel where there is one.
+        implementation: of the operations in `pallas_kernels`. None takes a kernel wherever there is one; "xla" none;
+            "mosaic" is for tests: it refuses what no kernel takes, such as long prompts.
         rsqrt: reciprocal square root of the per-head query norm; the cross-check puts that of PyTorch on a CPU here.
     """
 
@@ -35,6 +37,11 @@ class Numerics:
     quantise_index: bool = False
     implementation: Implementation | None = None
     rsqrt: Callable[[jax.Array], jax.Array] = jax.lax.rsqrt
+
+    def __post_init__(self) -> None:
+        """Raises RequestError if there is no such implementation."""
+        if self.implementation not in (None, *get_args(Implementation)):
+            raise RequestError(f"implementation is {self.implementation!r}; expected 'xla', 'mosaic' or None.")
 
     def round(self, x: jax.Array) -> jax.Array:
         """Rounds `x` to the activation dtype, in a way that XLA may not drop inside a fusion."""

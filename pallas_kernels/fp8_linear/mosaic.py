@@ -27,7 +27,7 @@ from pallas_kernels.block_scaled import BLOCKS, BlockScaled, Matrix
 from pallas_kernels.fp8_linear import ptx
 from pallas_kernels.fp8_linear.plan import CHUNK, FEATURES, SLOT_BYTES, THREAD_BLOCKS, WARPGROUPS, Plan, plan_of
 
-MOST_ROWS = 128  # by choice: every 32 rows are a pass over the weights, and XLA decodes them once
+MOST_ROWS = 512  # by choice: every 32 rows are a pass over the weights, and XLA decodes them once
 
 
 class _Place(NamedTuple):
