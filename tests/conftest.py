@@ -118,7 +118,7 @@ def drafter_files(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     """Its drafter as each of `gguf_drafters.FILES`, K-quants without search: build -> file."""
     from gguf_drafters import FILES
 
-    from dspark_jax.checkpoint.gguf_convert import convert
+    from dspark_jax.checkpoint.gguf.convert import convert
 
     out = tmp_path_factory.mktemp("gguf")
     for build, spelling in FILES:

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from dspark_jax import ModelConfig
-from dspark_jax.checkpoint.gguf_file import GGUFFile, TensorInfo, write_gguf
-from dspark_jax.checkpoint.gguf_layout import Build, Spelling
+from dspark_jax.checkpoint.gguf.file import GGUFFile, TensorInfo, write_gguf
+from dspark_jax.checkpoint.gguf.layout import Build, Spelling
 
 CONFIG = ModelConfig.tiny(
     hidden_size=256,

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dspark_jax.checkpoint.folder import CheckpointFolder
-from dspark_jax.checkpoint.gguf_load import open_drafter, read_drafter
+from dspark_jax.checkpoint.gguf.load import open_drafter, read_drafter
 from dspark_jax.checkpoint.layout import Entry, layout, tensor_names
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import CheckpointError, RequestError
@@ -48,7 +48,7 @@ def load(
         mesh: such as `make_mesh` gives; None for the first device of this process. Its axes are taken as automatic.
         parts: "target", "drafter" or both. A checkpoint without a DSpark drafter gives a target alone.
         progress: told about the bytes read.
-        drafter: GGUF file of llama.cpp or ds4 to take the drafter from, as `gguf_load` says; None for the folder.
+        drafter: GGUF file of llama.cpp or ds4 to take the drafter from, as `gguf.load` says; None for the folder.
 
     Raises:
         ConfigError: `config.json` is not one that this package runs.

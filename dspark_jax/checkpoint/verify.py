@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from dspark_jax.checkpoint.folder import CheckpointFolder
-from dspark_jax.checkpoint.gguf_drafter import DrafterFile
-from dspark_jax.checkpoint.gguf_layout import Piece, bare, pieces, places, scale_rows
+from dspark_jax.checkpoint.gguf.drafter import DrafterFile
+from dspark_jax.checkpoint.gguf.layout import Piece, bare, pieces, places, scale_rows
 from dspark_jax.checkpoint.load import Progress, account
 from dspark_jax.config import ModelConfig
 from dspark_jax.formats.ggml import Values

@@ -8,8 +8,8 @@ from rich.filesize import decimal
 from tyro.conf import Positional, arg
 
 from dspark_jax.assets import TINY_V4
-from dspark_jax.checkpoint.gguf_convert import convert as convert_drafter
-from dspark_jax.checkpoint.gguf_layout import Build, Spelling
+from dspark_jax.checkpoint.gguf.convert import convert as convert_drafter
+from dspark_jax.checkpoint.gguf.layout import Build, Spelling
 from dspark_jax.cli.terminal import RESULT, bytes_bar, print_json
 from dspark_jax.errors import RequestError
 

@@ -10,7 +10,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from dspark_jax.checkpoint.gguf_file import GGUFFile, TensorInfo, Value
+from dspark_jax.checkpoint.gguf.file import GGUFFile, TensorInfo, Value
 from dspark_jax.cli.terminal import RESULT
 
 MOST_VALUES = 8  # of an array that are told: a vocabulary has 129 280

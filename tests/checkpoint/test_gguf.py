@@ -20,11 +20,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import dspark_jax
 from dspark_jax.bench.sparse import FLASH
 from dspark_jax.checkpoint.fingerprint import fingerprint
-from dspark_jax.checkpoint.gguf_convert import convert
-from dspark_jax.checkpoint.gguf_drafter import DrafterFile
-from dspark_jax.checkpoint.gguf_file import GGUFFile, TensorInfo
-from dspark_jax.checkpoint.gguf_layout import Build, Spelling, places, planned
-from dspark_jax.checkpoint.gguf_metadata import metadata
+from dspark_jax.checkpoint.gguf.convert import convert
+from dspark_jax.checkpoint.gguf.drafter import DrafterFile
+from dspark_jax.checkpoint.gguf.file import GGUFFile, TensorInfo
+from dspark_jax.checkpoint.gguf.layout import Build, Spelling, places, planned
+from dspark_jax.checkpoint.gguf.metadata import metadata
 from dspark_jax.checkpoint.verify import verify
 from dspark_jax.cli.options import ONE_DEVICE, Drafting
 from dspark_jax.errors import CheckpointError

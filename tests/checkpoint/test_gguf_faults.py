@@ -15,10 +15,10 @@ from random_model import random_model
 
 import dspark_jax
 from dspark_jax.checkpoint.folder import CheckpointFolder
-from dspark_jax.checkpoint.gguf_convert import convert
-from dspark_jax.checkpoint.gguf_drafter import DrafterFile
-from dspark_jax.checkpoint.gguf_file import GGUFFile, TensorInfo
-from dspark_jax.checkpoint.gguf_layout import Build, planned
+from dspark_jax.checkpoint.gguf.convert import convert
+from dspark_jax.checkpoint.gguf.drafter import DrafterFile
+from dspark_jax.checkpoint.gguf.file import GGUFFile, TensorInfo
+from dspark_jax.checkpoint.gguf.layout import Build, planned
 from dspark_jax.checkpoint.verify import verify
 from dspark_jax.errors import CheckpointError, RequestError
 from dspark_jax.formats.ggml import F32, OTHERS

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from dspark_jax.checkpoint.folder import CheckpointFolder
-from dspark_jax.checkpoint.gguf_file import write_gguf
-from dspark_jax.checkpoint.gguf_layout import (
+from dspark_jax.checkpoint.gguf.file import write_gguf
+from dspark_jax.checkpoint.gguf.layout import (
     TYPES,
     Build,
     Kind,
@@ -19,7 +19,7 @@ from dspark_jax.checkpoint.gguf_layout import (
     planned,
     scale_rows,
 )
-from dspark_jax.checkpoint.gguf_metadata import metadata
+from dspark_jax.checkpoint.gguf.metadata import metadata
 from dspark_jax.checkpoint.layout import Entry
 from dspark_jax.checkpoint.load import Progress, account
 from dspark_jax.config import ModelConfig

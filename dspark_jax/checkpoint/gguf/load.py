@@ -17,10 +17,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from dspark_jax.checkpoint.gguf_drafter import DrafterFile
-from dspark_jax.checkpoint.gguf_file import Value
-from dspark_jax.checkpoint.gguf_layout import Place, bare, pieces, places, scale_rows
-from dspark_jax.checkpoint.gguf_metadata import NEEDED, TAP_SHIFT, TARGET_LAYERS, facts, target_layers
+from dspark_jax.checkpoint.gguf.drafter import DrafterFile
+from dspark_jax.checkpoint.gguf.file import Value
+from dspark_jax.checkpoint.gguf.layout import Place, bare, pieces, places, scale_rows
+from dspark_jax.checkpoint.gguf.metadata import NEEDED, TAP_SHIFT, TARGET_LAYERS, facts, target_layers
 from dspark_jax.checkpoint.layout import official_name
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import CheckpointError

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from dspark_jax.checkpoint.gguf_file import ALIGNMENT, ALIGNMENT_KEY, Value
-from dspark_jax.checkpoint.gguf_layout import Spelling
+from dspark_jax.checkpoint.gguf.file import ALIGNMENT, ALIGNMENT_KEY, Value
+from dspark_jax.checkpoint.gguf.layout import Spelling
 from dspark_jax.checkpoint.tokenizer import TOKENIZER_FILE, read_tokenizer
 from dspark_jax.config import ModelConfig
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dspark_jax.checkpoint.gguf_file import TensorInfo
+from dspark_jax.checkpoint.gguf.file import TensorInfo
 from dspark_jax.checkpoint.layout import Entry, layout
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import RequestError

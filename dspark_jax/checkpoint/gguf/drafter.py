@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dspark_jax.checkpoint.gguf_file import GGUFFile, TensorInfo
-from dspark_jax.checkpoint.gguf_layout import Piece, Spelling, bare, rows
-from dspark_jax.checkpoint.gguf_metadata import ARCHITECTURES, DS4
+from dspark_jax.checkpoint.gguf.file import GGUFFile, TensorInfo
+from dspark_jax.checkpoint.gguf.layout import Piece, Spelling, bare, rows
+from dspark_jax.checkpoint.gguf.metadata import ARCHITECTURES, DS4
 from dspark_jax.errors import CheckpointError
 from dspark_jax.formats.ggml import TYPES, Bytes, Values
 
@@ -19,7 +19,7 @@ class DrafterFile:
         path: the file.
         metadata: key -> value.
         spelling: of its names.
-        tensors: official name as in `gguf_layout.Place` -> what the file says of the tensor, its shape made `bare`.
+        tensors: official name as in `layout.Place` -> what the file says of the tensor, its shape made `bare`.
             A name that no drafter has is left as it is.
     """
 

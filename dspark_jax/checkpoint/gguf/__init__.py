@@ -1,0 +1,1 @@
+"""Drafters in GGUF files of llama.cpp and of ds4."""
