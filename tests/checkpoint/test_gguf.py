@@ -378,7 +378,7 @@ class TestWhereADrafterIsAskedFor:
         assert told == sorted(told) and told[-1][0] == told[-1][1] and len({total for _, total in told}) == 1
 
     def test_the_commands_take_it_from_the_file(self, wide: Path, drafter_files: dict[str, Path]) -> None:
-        loading = Drafting(wide, "float32", drafter_files["ds4-q2k"])
+        loading = Drafting(wide, "float32", drafter=drafter_files["ds4-q2k"])
         model = loading.model(ONE_DEVICE, lambda done, total: None)
         assert model.drafter and isinstance(model.drafter.main_proj.get_value(), Unpacked)
 
