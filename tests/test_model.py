@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drafting import draft_program
 from flax import nnx
 from oracle import Array, DraftResult, Result, Weights, draft, target
 from random_model import random_model
@@ -19,8 +20,8 @@ from tiny_configs import CONFIGS, NEAR_TIE, TOLERANCE, oracle_weights, random_id
 
 from dspark_jax import Forward, Model, ModelConfig, forward
 from dspark_jax.model import indexer
-from dspark_jax.model.cache import ENTRY_BLOCK, drafter_cache, target_cache
-from dspark_jax.model.drafter import DraftStep, draft_step, remember
+from dspark_jax.model.cache import ENTRY_BLOCK, target_cache
+from dspark_jax.model.drafter import DraftStep
 from dspark_jax.model.moe import route
 from dspark_jax.model.numerics import PRESETS
 from dspark_jax.model.rope import frequencies, rope_tables, yarn
@@ -142,16 +143,6 @@ def test_forward_in_chunks(case: Case) -> None:
 
 
 # The drafter ---------------------------------------------------------------------------------------------------------
-
-
-@partial(jax.jit, compiler_options=QUICK)
-def draft_program(model: Model, setting: Setting, taps: jax.Array, context: jax.Array, anchor: jax.Array) -> DraftStep:
-    """Drafts from `anchor` [B] behind the first `context` [B] positions of `taps` [B, T, w]."""
-    assert model.drafter is not None
-    rows = Rows(jnp.zeros(taps.shape[:2], jnp.int32), jnp.zeros_like(context), context)
-    cache = drafter_cache(model.config, model.numerics, len(taps))
-    cache = remember(model.drafter, cache, taps, rows, setting)
-    return draft_step(model.drafter, model.vocabulary, cache, anchor, context, jnp.ones(len(taps), bool), setting)
 
 
 @dataclass(frozen=True, repr=False)
