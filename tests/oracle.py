@@ -398,8 +398,14 @@ def main_features(config: ModelConfig, weights: Weights, taps: Array) -> Array:
     return rms_norm(taps @ weights["mtp.0.main_proj"].T, weights["mtp.0.main_norm"], config.rms_norm_eps)
 
 
-def draft(config: ModelConfig, weights: Weights, taps: Array, anchor: int) -> DraftResult:
-    """Drafts a block behind `anchor`, which sits at position P = len(taps); P may be 0."""
+def draft(
+    config: ModelConfig, weights: Weights, taps: Array, anchor: int, window_of_slots: bool = False
+) -> DraftResult:
+    """Drafts a block behind `anchor`, which sits at position P = len(taps); P may be 0.
+
+    With `window_of_slots` a slot sees as far back as a token of the target at its position would, which is the rule of
+    llama.cpp; else, by the release, all slots see what the anchor's predecessor saw.
+    """
     c = config
     assert c.drafter is not None
     context = np.arange(max(0, len(taps) - c.sliding_window), len(taps))
@@ -408,6 +414,8 @@ def draft(config: ModelConfig, weights: Weights, taps: Array, anchor: int) -> Dr
     frequencies = rope_frequencies(c, 0)
 
     seen = np.ones((len(slots), len(context) + len(slots)), bool)  # the whole block too, also the slots behind
+    if window_of_slots:
+        seen[:, : len(context)] = slots[:, None] - context < c.sliding_window
     ids = np.array([anchor] + [c.drafter.noise_token_id] * (c.block_size - 1))
     h, stages = embed(c, weights, ids), []
     for stage in range(c.num_stages):
