@@ -127,7 +127,11 @@ class TestFilesReadByThePackageGguf:
             expected = info[tensor.name]
             assert tensor.tensor_type.name == expected.type.name
             assert tuple(tensor.shape.tolist()) == expected.shape[::-1]
-            assert tensor.data_offset == ours.tensors[tensor.name].start and tensor.data_offset % 32 == 0
+            held = ours.tensors[tensor.name]
+            assert tensor.data_offset == held.start and tensor.data_offset % 32 == 0
+            assert held.type.decode is not None
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            assert np.array_equal(values.ravel(), held.type.decode(ours.read(held)).ravel())
         if spelling == "llama.cpp":
             tensors = {tensor.name: tensor for tensor in reader.tensors}
             for name, weight, error in (
