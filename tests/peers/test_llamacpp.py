@@ -19,9 +19,9 @@ from tiny_target import write_target
 import dspark_jax
 from dspark_jax import ModelConfig
 from dspark_jax.assets import TINY_V4
-from dspark_jax.checkpoint.gguf_convert import convert
-from dspark_jax.checkpoint.gguf_file import GGUFFile, TensorInfo, Value, write_gguf
-from dspark_jax.checkpoint.gguf_layout import Build
+from dspark_jax.checkpoint.gguf.convert import convert
+from dspark_jax.checkpoint.gguf.file import GGUFFile, TensorInfo, Value, write_gguf
+from dspark_jax.checkpoint.gguf.layout import Build
 from dspark_jax.formats.ggml import F32
 
 pytest.importorskip("xllamacpp", reason="llama.cpp is not here: uv sync --group peers")

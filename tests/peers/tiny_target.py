@@ -10,9 +10,9 @@ import numpy as np
 from oracle import Array, Weights, read_weights
 
 from dspark_jax import ModelConfig
-from dspark_jax.checkpoint.gguf_file import TensorInfo, Value, write_gguf
-from dspark_jax.checkpoint.gguf_layout import rows
-from dspark_jax.checkpoint.gguf_metadata import LLAMA, facts, tokenizer_metadata
+from dspark_jax.checkpoint.gguf.file import TensorInfo, Value, write_gguf
+from dspark_jax.checkpoint.gguf.layout import rows
+from dspark_jax.checkpoint.gguf.metadata import LLAMA, facts, tokenizer_metadata
 from dspark_jax.formats.ggml import F32, TYPES
 
 ARCHITECTURE = "deepseek4"
