@@ -14,8 +14,10 @@ import numpy as np
 from dspark_jax.checkpoint.folder import CheckpointFolder
 from dspark_jax.checkpoint.gguf.drafter import DrafterFile
 from dspark_jax.checkpoint.gguf.layout import Piece, bare, pieces, places, scale_rows
+from dspark_jax.checkpoint.gguf.metadata import facts, settings
 from dspark_jax.checkpoint.load import Progress, account
 from dspark_jax.config import ModelConfig
+from dspark_jax.errors import CheckpointError
 from dspark_jax.formats.ggml import Values
 from dspark_jax.model.model import abstract_model
 from dspark_jax.model.numerics import numerics_of
@@ -28,6 +30,8 @@ class Drafter(Protocol):
     """A drafter's tensors by official name."""
 
     shapes: dict[str, Shape]
+    settings: dict[str, list[Any]]
+    """What drafting needs and weights do not tell; see `gguf.metadata.settings`."""
 
     def type_of(self, name: str) -> str:
         """Number type of a tensor."""
@@ -64,18 +68,26 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two drafters side by side."""
+    """Two drafters side by side.
+
+    Attributes:
+        a, b: where they lie.
+        rows: of every tensor.
+        settings: clauses on the settings that differ.
+        max_abs, relative_rms: over all tensors that can be compared.
+    """
 
     a: str
     b: str
     rows: tuple[Row, ...]
+    settings: tuple[str, ...]
     max_abs: float
     relative_rms: float
 
     @property
     def same(self) -> bool:
-        """Whether every tensor is in both and exact."""
-        return all(row.exact for row in self.rows)
+        """Whether every tensor is in both and exact, and all settings are the same."""
+        return all(row.exact for row in self.rows) and not self.settings
 
     @property
     def verdict(self) -> str:
@@ -85,9 +97,10 @@ class Comparison:
             return f"The same drafter: all {count} tensors are exact, max|diff| = {self.max_abs:.1f}."
         faults = sum(row.fault is not None for row in self.rows)
         told = f", {faults} cannot be compared" if faults else ""
+        settings = "".join(f"; {clause}" for clause in self.settings)
         return (
             f"Not the same: {exact} of {count} tensors are exact, {count - exact - faults} differ{told}; max|diff| = "
-            f"{self.max_abs:.3g}, relative RMS {self.relative_rms:.3g} over all."
+            f"{self.max_abs:.3g}, relative RMS {self.relative_rms:.3g} over all{settings}."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,7 +138,12 @@ def verify(a: str | Path, b: str | Path, progress: Progress | None = None) -> Co
                 progress(done, total)
         rows.append(Row(name, types, None, sums.max_abs, sums.relative_rms, sums.largest))
         whole += sums
-    return Comparison(str(a), str(b), tuple(rows), whole.max_abs, whole.relative_rms)
+    differing = tuple(
+        f"{what} {first.settings[what]} in A and {second.settings[what]} in B"
+        for what in first.settings
+        if first.settings[what] != second.settings[what]
+    )
+    return Comparison(str(a), str(b), tuple(rows), differing, whole.max_abs, whole.relative_rms)
 
 
 @dataclass(frozen=True)
@@ -183,6 +201,7 @@ class _FileDrafter:
     def __init__(self, path: Path) -> None:
         self._file = DrafterFile(path)
         self.shapes = {name: info.shape for name, info in self._file.tensors.items()}
+        self.settings = settings(self._file.metadata, self._file.spelling)
 
     def type_of(self, name: str) -> str:
         return self._file.tensors[name].type.name
@@ -194,17 +213,27 @@ class _FileDrafter:
 class _FolderDrafter:
     def __init__(self, path: Path) -> None:
         config = ModelConfig.from_file(path / "config.json")
-        self._folder, found = CheckpointFolder.open(path), places(config, path)
+        self._path, self._folder, found = path, CheckpointFolder.open(path), places(config, path)
         entries = tuple(entry for place in found for entry in place.entries)
         account(entries, self._folder, abstract_model(config, numerics_of("float32")))
         self._places = {place.official: place for place in found}
         self.shapes = {place.official: bare(place.shape) for place in found}
+        self.settings = settings(facts(config, "entrpi"), "entrpi")
 
     def type_of(self, name: str) -> str:
         place = self._places[name]
         return {"I8": "MXFP4", "F8_E4M3": "FP8"}.get(place.entries[0].dtype, place.entries[0].dtype)
 
     def values(self, name: str, piece: Piece) -> Values:
+        values = self._values(name, piece)
+        if not np.isfinite(values).all():
+            raise CheckpointError(
+                f"{self._path}: tensor {name} holds NaN or infinity; expected finite values. A shard is damaged: fetch "
+                "it again."
+            )
+        return values
+
+    def _values(self, name: str, piece: Piece) -> Values:
         place = self._places[name]
         if isinstance(piece, int):
             codes, scales = (self._folder.read(entry.names[piece]).view(np.uint8) for entry in place.entries)

@@ -4,6 +4,7 @@ Results go to stdout, everything else (progress, warnings, errors) to stderr. Ex
 found a difference, 2 for input that cannot be used.
 """
 
+import io
 import logging
 import os
 import sys
@@ -67,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: after `--help` (code 0), and for options that do not exist or do not parse (code 2).
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that knows no ✓ gets its number
     logging.basicConfig(format="dspark: warning: %(message)s", level=logging.WARNING)
     with one_line_warnings():
         try:

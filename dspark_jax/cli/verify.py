@@ -44,7 +44,7 @@ def print_comparison(comparison: Comparison) -> None:
         table.add_column(header, no_wrap=True)
     for header in ("max|A|", "max|diff|", "relative RMS"):
         table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("exact", overflow="fold")
+    table.add_column("exact", no_wrap=True)
     for row in comparison.rows:
         table.add_row(Text(row.name), *(type or "" for type in row.types), *_numbers(row), _mark(row))
     RESULT.print(table)

@@ -27,7 +27,8 @@ class DrafterFile:
         """Reads and checks the header.
 
         Raises:
-            CheckpointError: as `GGUFFile`, or the file is of an architecture that is no DSpark drafter's.
+            CheckpointError: as `GGUFFile`; or the file is of an architecture that is no DSpark drafter's, holds none
+                of its tensors, or holds one under the checkpoint's name.
         """
         self._file = GGUFFile(path)
         self.path, self.metadata = self._file.path, self._file.metadata
@@ -35,6 +36,7 @@ class DrafterFile:
         numbers = (re.match(r"(?:blk|dspark|mtp)\.(\d+)\.", name) for name in self._file.tensors)
         stages = len({match[1] for match in numbers if match})
         official = {names[self.spelling]: official for official, _, names in rows(stages)}
+        self._check_names(official)
         self.tensors = {
             official.get(name, name): TensorInfo(info.type, bare(info.shape), info.start)
             for name, info in self._file.tensors.items()
@@ -71,9 +73,20 @@ class DrafterFile:
             )
         return values
 
+    def _check_names(self, official: dict[str, str]) -> None:
+        found = self._file.tensors.keys()
+        if not found & official.keys():
+            raise CheckpointError(f"{self.path}: holds no tensor of a drafter; name the file of a DSpark drafter.")
+        for spelled, name in official.items():
+            if name in found and name != spelled:
+                raise CheckpointError(
+                    f"{self.path}: tensor {name} has the checkpoint's name; expected {spelled} in files of this kind. "
+                    "Convert it again."
+                )
+
     def _spelling(self) -> Spelling:
         architecture = self.metadata.get("general.architecture")
-        if architecture not in ARCHITECTURES.values():
+        if not isinstance(architecture, str) or architecture not in ARCHITECTURES.values():
             known = " or ".join(sorted(set(ARCHITECTURES.values())))
             raise CheckpointError(
                 f"{self.path}: is of architecture {architecture!r}; expected {known}; name the file of a DSpark "

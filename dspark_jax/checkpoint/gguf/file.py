@@ -93,8 +93,10 @@ class GGUFFile:
     @cached_property
     def _bytes(self) -> np.memmap:
         try:
+            if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
+                raise ValueError("it is no regular file")
             return np.memmap(self.path, np.uint8, mode="r")
-        except (OSError, ValueError) as error:  # ValueError: an empty file
+        except (OSError, ValueError) as error:  # ValueError: an empty file, too
             reason = getattr(error, "strerror", None) or error
             raise CheckpointError(f"{self.path}: cannot be read ({reason}); name a GGUF file.") from error
 
@@ -159,6 +161,8 @@ class _Header:
                 f"{self.path}: {what} has {dimensions} dimensions, expected 1 to {MOST_DIMENSIONS}; {FETCH_AGAIN}."
             )
         shape = tuple(self._size(what) for _ in range(dimensions))[::-1]
+        if 0 in shape:
+            raise CheckpointError(f"{self.path}: {what} has shape {list(shape)}, so no values; {FETCH_AGAIN}.")
         number, start = int(self._scalar(np.dtype(np.uint32), what)), self._size(what)
         if number not in TYPES:
             known = ", ".join(f"{type.name} ({type.number})" for type in TYPES.values())
@@ -194,7 +198,9 @@ class _Header:
             self._check(8 * count, key)
             return [self._string(key) for _ in range(count)]
         dtype = np.dtype(np.bool_) if number == BOOL else self._dtype(number, key)
-        return np.frombuffer(self._take(count * dtype.itemsize, key), dtype)
+        self._check(count * dtype.itemsize, key)
+        self.position += count * dtype.itemsize
+        return np.asarray(self.content[self.position - count * dtype.itemsize : self.position]).view(dtype)
 
     def _dtype(self, number: int, key: str) -> np.dtype[Any]:
         if number not in _DTYPES:

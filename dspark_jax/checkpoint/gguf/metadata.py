@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,13 @@ TARGET_LAYERS: dict[Spelling, str] = {
     "entrpi": "deepseek4.dspark.target_layers",
     "upstream": "dspark.target_layer_ids",
 }
-NEEDED = ("block_size", "noise_token_id", "mask_token_id", "target_layers", "target_layer_ids")  # ends of keys
+SETTINGS = {
+    "block size": ("block_size",),
+    "noise token": ("noise_token_id", "mask_token_id"),
+    "tapped layers": ("target_layers", "target_layer_ids"),
+}
+"""What drafting needs, and the ends of the keys that say it."""
+NEEDED = tuple(end for ends in SETTINGS.values() for end in ends)
 
 TAP_SHIFT: dict[Spelling, int] = {"llama.cpp": 1, "entrpi": 0, "upstream": 0}
 """llama.cpp counts the layer whose input is tapped, the others the one whose output it is."""
@@ -54,6 +61,17 @@ def metadata(config: ModelConfig, spelling: Spelling, name: str, checkpoint: Pat
 def facts(config: ModelConfig, spelling: Spelling) -> dict[str, Value]:
     """What a file says of the drafter that is in it."""
     return {"llama.cpp": _llama, "entrpi": _entrpi, "upstream": _upstream}[spelling](config)
+
+
+def settings(metadata: Mapping[str, Value], spelling: Spelling) -> dict[str, list[Any]]:
+    """What drafting needs and no weight tells, in the checkpoint's way of counting; [] of what a file does not say."""
+    found: dict[str, list[Any]] = {}
+    for what, ends in SETTINGS.items():
+        values = [value for key, value in metadata.items() if key.rpartition(".")[2] in ends]
+        shift = TAP_SHIFT[spelling] if what == "tapped layers" else 0
+        numbers = [number for value in values for number in np.atleast_1d(value).tolist()]
+        found[what] = [number - shift if isinstance(number, int) else number for number in numbers]
+    return found
 
 
 def target_layers(config: ModelConfig, spelling: Spelling) -> list[int]:
