@@ -5,7 +5,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -68,13 +68,19 @@ def new_folder(directory: str | Path) -> Iterator[Path]:
 def new_file(path: Path, overwrite: bool) -> Iterator[IO[bytes]]:
     """A hidden file beside `path` to write into, which takes its name at the end, or is removed on an error.
 
+    Parents are created, and removed again on an error.
+
     Raises:
-        CheckpointError: `path` is taken and `overwrite` is not set, or the disk refuses.
+        CheckpointError: `path` is taken by something that is no file, or by one and `overwrite` is not set, be it from
+            the beginning or meanwhile; or the disk refuses.
     """
-    target = path.resolve()
-    if target.is_dir() or (target.exists() and not overwrite):
+    target = Path(os.path.realpath(path))  # `resolve` raises RuntimeError on a loop of links
+    if os.path.lexists(target) and not os.path.isfile(target):
+        raise CheckpointError(f"{path}: is there already and is no regular file; name another place.")
+    if os.path.lexists(target) and not overwrite:
         raise CheckpointError(f"{path}: is there already; name another place, or ask for it to be overwritten.")
     work = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+    made = [folder for folder in target.parents if not os.path.lexists(folder)]
     try:
         with refusals_explained(path):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -82,9 +88,13 @@ def new_file(path: Path, overwrite: bool) -> Iterator[IO[bytes]]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
+            if not overwrite:
+                target.touch(exist_ok=False)  # refuses where a rename replaces; not every file system has hard links
             work.rename(target)
     finally:
-        work.unlink(missing_ok=True)
+        for remove in (work.unlink, *(folder.rmdir for folder in made)):
+            with suppress(OSError):  # it has its name, was never made, or is in use
+                remove()
 
 
 def shard_name(number: int, count: int) -> str:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from safetensors import safe_open
 from dspark_jax.checkpoint import write as write_module
 from dspark_jax.checkpoint.folder import INDEX_FILE, CheckpointFolder
 from dspark_jax.checkpoint.safetensors import DTYPES
-from dspark_jax.checkpoint.write import write_folder
+from dspark_jax.checkpoint.write import new_file, write_folder
 from dspark_jax.errors import CheckpointError
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -309,3 +310,52 @@ def test_a_disk_that_refuses_is_explained_and_nothing_is_left(tmp_path: Path) ->
     result = run(DISK_FULL, tmp_path / "out")
     assert "shard-00002: cannot be written (" in result.stdout and "File too large" in result.stdout, result.stderr
     assert os.listdir(tmp_path) == []
+
+
+class TestSingleFiles:
+    """`new_file`."""
+
+    def refusal(self, path: Path, overwrite: bool = False) -> str:
+        with pytest.raises(CheckpointError) as error, new_file(path, overwrite) as file:
+            file.write(b"new")
+        assert str(path) in str(error.value)
+        return str(error.value)
+
+    @pytest.mark.parametrize("overwrite", [False, True])
+    def test_a_file_that_appears_meanwhile_is_replaced_only_on_demand(self, overwrite: bool, tmp_path: Path) -> None:
+        path = tmp_path / "out"
+        refused = pytest.raises(CheckpointError, match=r"out: .*File exists")
+        with nullcontext() if overwrite else refused, new_file(path, overwrite) as file:
+            file.write(b"new")
+            path.write_bytes(b"precious")
+        assert path.read_bytes() == (b"new" if overwrite else b"precious") and os.listdir(tmp_path) == ["out"]
+
+    def test_only_a_regular_file_is_overwritten(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe")
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "loop").symlink_to("loop")
+        before = {path.name: path.lstat() for path in tmp_path.iterdir()}
+        for path in (*tmp_path.iterdir(), Path("/dev/null")):
+            assert "is no regular file; name another place" in self.refusal(path, overwrite=True)
+        assert {path.name: path.lstat() for path in tmp_path.iterdir()} == before
+
+    def test_a_link_to_a_file_stays_one(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_bytes(b"old")
+        (tmp_path / "link").symlink_to("file")
+        with new_file(tmp_path / "link", overwrite=True) as file:
+            file.write(b"new")
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_bytes() == b"new"
+
+    def test_what_the_disk_refuses_is_explained(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        assert "File exists" in self.refusal(tmp_path / "file" / "out")
+        assert "Not a directory" in self.refusal(tmp_path / "file" / "new" / "out")
+        assert "File name too long" in self.refusal(tmp_path / "new" / ("a" * 300))
+        assert "File name too long" in self.refusal(tmp_path / "new" / ("a" * 300) / "out")
+        assert os.listdir(tmp_path) == ["file"]
+
+    def test_a_failure_removes_the_folders_that_it_made(self, tmp_path: Path) -> None:
+        (tmp_path / "old").mkdir()
+        with pytest.raises(ZeroDivisionError), new_file(tmp_path / "old" / "a" / "b" / "out", False):
+            raise ZeroDivisionError
+        assert [*tmp_path.rglob("*")] == [tmp_path / "old"]
