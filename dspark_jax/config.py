@@ -6,7 +6,6 @@ so does the number of drafter stages, because `num_nextn_predict_layers` says 1 
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ MarkovHeadKind = Literal["vanilla", "gated", "rnn"]
 
 OVERLAP_RATIO = 4  # the one ratio whose windows overlap and whose entries an indexer selects (CSA)
 LARGEST_INTEGER = 2**31 - 1  # sizes and ids are int32 on the device
+LARGEST_NUMBER = (2 - 2**-23) * 2.0**127  # and other numbers float32
 FP4_GROUP = BLOCKS["e2m1"][1]  # widths of expert matrices must be multiples of it
 
 # Facts of the architecture that a checkpoint states and this code relies on.
@@ -292,8 +292,8 @@ class _Reader:
 
     def positive(self, name: str) -> float:
         value = self.raw.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
-            raise self.error(name, "a positive number")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= LARGEST_NUMBER:
+            raise self.error(name, f"a positive number of at most {LARGEST_NUMBER:.8g}")
         return float(value)
 
     def integers(self, name: str) -> tuple[int, ...]:

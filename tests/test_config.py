@@ -373,7 +373,7 @@ INSIDE = [f"quantization_config.{name}" for name in ("quant_method", "fmt", "sca
 REQUIRED = [*POSITIVE_INTEGERS, *NATURALS, *POSITIVE_NUMBERS, *LISTS, *OBJECTS, *NAMES, *INSIDE, "eos_token_id"]
 
 NOT_AN_INTEGER: list[Any] = ["4", True, 2.5, 64.0, -1, math.nan, None, [4], {}]
-NOT_A_NUMBER: list[Any] = ["1.5", True, -1.0, 0, 0.0, math.nan, math.inf, 10**400, None, [1.5]]
+NOT_A_NUMBER: list[Any] = ["1.5", True, -1.0, 0, 0.0, math.nan, math.inf, 3.41e38, 10**400, None, [1.5]]
 NOT_A_LIST: list[Any] = ["0, 4", 4, None, [], {}, [0, -4], [0, "4"], [0, 4.0], [0, None], [[0], 4], [False, 4]]
 NOT_AN_ID: list[Any] = ["1", True, -1, 1.0, None, {}, [1, "2"], [None], [[1]]]
 NOT_YARN: list[Any] = [None, 16, [], {}, {"type": "linear", "factor": 16}, {"factor": 16}]
