@@ -17,6 +17,7 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LARGEST = MAGNITUDES[-1]
 BLOCK = (1, 32)
 GGUF_BYTES = 17
+ALWAYS_FINITE = 252  # the largest scale that keeps +-6 within float32: 6 * 2^125
 
 VALUES = np.array([*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES)], np.float32)
 MIDPOINTS = (VALUES[:7] + VALUES[1:8]) / 2
@@ -63,6 +64,12 @@ def dequantise(packed: NDArray[np.uint8] | NDArray[np.int8], scales: NDArray[np.
     """
     values = decode(unpack(packed))
     return e8m0.scale(values, e8m0.spread(scales, BLOCK, values.shape))
+
+
+def finite(packed: NDArray[np.uint8] | NDArray[np.int8], scales: NDArray[np.uint8]) -> bool:
+    """Whether every value that `dequantise` gives is finite; decodes only rows whose scales leave that open."""
+    rows = (scales > ALWAYS_FINITE).any(axis=-1)
+    return bool(np.isfinite(dequantise(packed[rows], scales[rows])).all())
 
 
 def quantise(weights: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:

@@ -1,8 +1,9 @@
 """GGUF files and checkpoints that are refused, each with the name of the key or tensor that is wrong."""
 
 import dataclasses
+import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,17 @@ from gguf_drafters import CONFIG, rewrite
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_model import random_model
+from tokenizers import Tokenizer, models
 
 import dspark_jax
 from dspark_jax.checkpoint.folder import CheckpointFolder
 from dspark_jax.checkpoint.gguf.convert import convert
 from dspark_jax.checkpoint.gguf.drafter import DrafterFile
 from dspark_jax.checkpoint.gguf.file import GGUFFile, TensorInfo
-from dspark_jax.checkpoint.gguf.layout import Build, planned
+from dspark_jax.checkpoint.gguf.layout import Build, Spelling, planned
+from dspark_jax.checkpoint.gguf.metadata import tokenizer_metadata
 from dspark_jax.checkpoint.verify import verify
-from dspark_jax.errors import CheckpointError, RequestError
+from dspark_jax.errors import CheckpointError, ConfigError, RequestError
 from dspark_jax.formats.ggml import F32, OTHERS
 
 GONE: Any = (None, None)
@@ -195,6 +198,61 @@ class TestCheckpointsThatAreRefused:
         dspark_jax.save(random_model(dataclasses.replace(CONFIG, **change)), tmp_path / "other")
         with pytest.raises(RequestError, match=match):
             convert(tmp_path / "other", "llama.cpp-bf16", tmp_path / "out", "llama.cpp")
+
+    @pytest.mark.parametrize("build, spelling", [("llama.cpp-bf16", "entrpi"), ("ds4-q2k", "llama.cpp")])
+    def test_spellings_of_another_program(self, build: Build, spelling: Spelling, wide: Path, tmp_path: Path) -> None:
+        with pytest.raises(RequestError, match=f"{build} in the spelling of {spelling} is read by no program"):
+            convert(wide, build, tmp_path / "out", spelling)
+
+    @pytest.mark.parametrize("scale, code, fits", [(252, 7, True), (253, 5, True), (253, 14, False), (255, 0, False)])
+    def test_experts_beyond_float32(self, scale: int, code: int, fits: bool, wide: Path, tmp_path: Path) -> None:
+        """+-6 at 2^126 is beyond; 3 is not. A NaN is one whatever its code."""
+        folder, out = copy_with(wide, tmp_path / "huge", "mtp.1.ffn.experts.2.w3", code, scale), tmp_path / "out"
+        if fits:
+            convert(folder, "llama.cpp-bf16", out, "llama.cpp")
+            assert verify(folder, out).same
+        else:
+            with pytest.raises(CheckpointError, match=r"experts\.2\.w3.* does not fit MXFP4: a value is NaN or infin"):
+                convert(folder, "llama.cpp-bf16", out, "llama.cpp")
+
+    def test_a_file_that_is_read_is_not_overwritten(self, wide: Path, tmp_path: Path) -> None:
+        folder = copy_with(wide, tmp_path / "read", "mtp.0.attn.wkv", code=1, scale=127)
+        (tmp_path / "link").symlink_to(folder)
+        before = {path: path.read_bytes() for path in folder.iterdir()}
+        for path in before:
+            with pytest.raises(RequestError, match="belongs to the checkpoint"):
+                convert(folder, "llama.cpp-bf16", tmp_path / "link" / path.name, "llama.cpp", overwrite=True)
+        assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+    @pytest.mark.parametrize("begin", ["x", -1, [0], True, 1.0, CONFIG.vocab_size])
+    def test_a_beginning_that_is_no_token(self, begin: Any, tmp_path: Path) -> None:
+        write_tokenizer(tmp_path, {"a": 0}, bos_token_id=begin)
+        with pytest.raises(
+            ConfigError, match=r"config\.json: field 'bos_token_id' is .*; expected a token id below vocab_size=96"
+        ):
+            tokenizer_metadata(CONFIG, tmp_path)
+
+    def test_no_end(self, tmp_path: Path) -> None:
+        write_tokenizer(tmp_path, {"a": 0})
+        with pytest.raises(ConfigError, match=r"config\.json: field 'eos_token_id' is \[\]; expected a token id"):
+            tokenizer_metadata(dataclasses.replace(CONFIG, eos_token_id=()), tmp_path)
+
+    def test_a_tokenizer_of_another_vocabulary(self, tmp_path: Path) -> None:
+        for vocabulary, added, match in (
+            ({"a": 96}, [], "token 'a' has id 96"),
+            ({f"a{token}": token for token in range(96)}, ["<b>"], "token '<b>' has id 96"),
+        ):
+            write_tokenizer(tmp_path, vocabulary, added)
+            with pytest.raises(CheckpointError, match=rf"tokenizer\.json: .*{match}; expected ids below 96"):
+                tokenizer_metadata(CONFIG, tmp_path)
+
+
+def write_tokenizer(folder: Path, vocabulary: dict[str, int], added: Sequence[str] = (), **fields: Any) -> None:
+    """A tokenizer without merges, and a configuration with such fields."""
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.add_tokens(list(added))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps(CONFIG.to_dict() | fields))
 
 
 def copy_with(wide: Path, out: Path, name: str, code: int, scale: int) -> Path:

@@ -1,5 +1,6 @@
 """A checkpoint's drafter as a GGUF file, a piece of a tensor at a time."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,13 +24,14 @@ from dspark_jax.checkpoint.gguf.metadata import metadata
 from dspark_jax.checkpoint.layout import Entry
 from dspark_jax.checkpoint.load import Progress, account
 from dspark_jax.config import ModelConfig
-from dspark_jax.errors import CheckpointError
-from dspark_jax.formats import e4m3, e8m0, mxfp4, narrow, q2_k, q4_k
+from dspark_jax.errors import CheckpointError, RequestError
+from dspark_jax.formats import e4m3, mxfp4, narrow, q2_k, q4_k
 from dspark_jax.formats.ggml import BF16, F16, MXFP4, Q2_K, Q4_K, Bytes, Type, Values
 from dspark_jax.model.model import abstract_model
 from dspark_jax.model.numerics import numerics_of
 
 K_QUANTS = {Q2_K: q2_k.encode, Q4_K: q4_k.encode}
+NOT_FINITE = "a value is NaN or infinite"
 
 
 def convert(
@@ -59,12 +61,14 @@ def convert(
 
     Raises:
         ConfigError: `config.json` is not one that this package runs.
-        RequestError: the configuration has no drafter, or one that no such file can express.
+        RequestError: the configuration has no drafter, or one that no such file can express; no program reads `build`
+            in `spelling`; `out` is a file of the checkpoint.
         CheckpointError: a tensor is missing, damaged, or does not fit the type that should hold it exactly; `out` is
             taken, or the disk refuses.
     """
     config = ModelConfig.from_file(checkpoint / "config.json")
     infos, folder = planned(config, build, spelling, checkpoint), CheckpointFolder.open(checkpoint)
+    _refuse_own_file(out, checkpoint)
     by_name = {place.names[spelling]: place for place in places(config)}
     entries = tuple(entry for place in by_name.values() for entry in place.entries)
     account(entries, folder, abstract_model(config, numerics_of("float32")))
@@ -84,6 +88,13 @@ def convert(
     about = metadata(config, spelling, f"{checkpoint.resolve().name} DSpark drafter", checkpoint)
     write_gguf(out, about, infos, contents, overwrite)
     return total
+
+
+def _refuse_own_file(out: Path, checkpoint: Path) -> None:
+    """What is read is not overwritten, whatever links lead to it; other drafters may lie in the folder."""
+    own = {os.path.realpath(file) for file in checkpoint.iterdir() if file.suffix in (".json", ".safetensors")}
+    if os.path.realpath(out) in own:
+        raise RequestError(f"{out}: belongs to the checkpoint {checkpoint} that is read; name another place.")
 
 
 def _stored(place: Place, piece: Piece, type: Type, folder: CheckpointFolder, search: bool) -> Bytes:
@@ -115,12 +126,12 @@ def _part(entry: Entry, piece: Piece, folder: CheckpointFolder) -> np.ndarray:
 def _encode(parts: list[np.ndarray], kind: Kind, type: Type, search: bool) -> Bytes:
     if type == MXFP4:
         codes, scales = parts
-        if (scales == e8m0.NAN).any():
-            raise ValueError("a scale is NaN")
+        if not mxfp4.finite(codes, scales):
+            raise ValueError(NOT_FINITE)
         return mxfp4.to_gguf(codes, scales)
     values = _values(parts, kind)
     if not np.isfinite(values).all():
-        raise ValueError("a value is NaN or infinite")
+        raise ValueError(NOT_FINITE)
     if type in K_QUANTS:
         return K_QUANTS[type](values, search)
     if type == BF16 and not narrow.fits_bfloat16(values):

@@ -186,8 +186,14 @@ def planned(
     """Name, type and shape of every tensor of a file, in the file's order; `where` begins every refusal.
 
     Raises:
-        RequestError: as `places`; rows that do not divide into the blocks of their number type, by the tensor's name.
+        RequestError: as `places`; the build's program reads another spelling; rows that do not divide into the blocks
+            of their number type, by the tensor's name.
     """
+    if build.startswith("llama.cpp") != (spelling == "llama.cpp"):
+        raise RequestError(
+            f"{where}: {build} in the spelling of {spelling} is read by no program; expected llama.cpp's own spelling "
+            "for its builds, and entrpi or upstream for those of ds4."
+        )
     infos = {}
     for place in places(config, where):
         type = TYPES[build][place.kind]

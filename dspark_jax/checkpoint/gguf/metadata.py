@@ -11,7 +11,9 @@ import numpy as np
 from dspark_jax.checkpoint.gguf.file import ALIGNMENT, ALIGNMENT_KEY, Value
 from dspark_jax.checkpoint.gguf.layout import Spelling
 from dspark_jax.checkpoint.tokenizer import TOKENIZER_FILE, read_tokenizer
+from dspark_jax.checkpoint.write import CONFIG_FILE
 from dspark_jax.config import ModelConfig
+from dspark_jax.errors import CheckpointError, ConfigError
 
 LLAMA, DS4 = "dflash", "deepseek4-dspark"
 ARCHITECTURES: dict[Spelling, str] = {"llama.cpp": LLAMA, "entrpi": DS4, "upstream": DS4}
@@ -160,7 +162,8 @@ def tokenizer_metadata(config: ModelConfig, checkpoint: Path) -> dict[str, Value
     """The checkpoint's tokenizer, if it is a byte-pair encoding, the one kind that V4 has; {} with a warning if not.
 
     Raises:
-        CheckpointError: `tokenizer.json` is there but is not a tokenizer.
+        CheckpointError: `tokenizer.json` is there but is not a tokenizer, or has ids beyond the vocabulary.
+        ConfigError: `config.json` names no token that ends a text, or one that begins it and is not in the vocabulary.
     """
     tokenizer = json.loads(known.to_str()) if (known := read_tokenizer(checkpoint)) else {"model": {}}
     if tokenizer["model"].get("type") != "BPE":
@@ -171,7 +174,7 @@ def tokenizer_metadata(config: ModelConfig, checkpoint: Path) -> dict[str, Value
             TOKENIZER_FILE,
         )
         return {}
-    tokens, types = _tokens(tokenizer, config.vocab_size)
+    tokens, types = _tokens(tokenizer, config.vocab_size, checkpoint / TOKENIZER_FILE)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
     values: dict[str, Value] = {
         "tokenizer.ggml.model": "gpt2",
@@ -180,21 +183,36 @@ def tokenizer_metadata(config: ModelConfig, checkpoint: Path) -> dict[str, Value
         "tokenizer.ggml.token_type": np.array(types, np.int32),
         "tokenizer.ggml.merges": merges,
     }
-    begin = json.loads((checkpoint / "config.json").read_text(encoding="utf-8")).get("bos_token_id")
+    path = checkpoint / CONFIG_FILE
+    begin = json.loads(path.read_text(encoding="utf-8")).get("bos_token_id")
     if begin is not None:
+        if type(begin) is not int or not 0 <= begin < config.vocab_size:
+            raise ConfigError(
+                f"{path}: field 'bos_token_id' is {begin!r}; expected a token id below vocab_size={config.vocab_size}."
+            )
         values["tokenizer.ggml.bos_token_id"] = np.uint32(begin)
+    if not config.eos_token_id:
+        raise ConfigError(
+            f"{path}: field 'eos_token_id' is []; expected a token id, since llama.cpp would take another."
+        )
     values["tokenizer.ggml.eos_token_id"] = np.uint32(config.eos_token_id[0])
     values["tokenizer.ggml.add_bos_token"] = False  # official prompts spell out their special tokens
     return values
 
 
-def _tokens(tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
+def _tokens(tokenizer: dict[str, Any], vocab_size: int, path: Path) -> tuple[list[str], list[int]]:
     """Every token and its type by its id; ids of the model that the tokenizer does not use are filled up."""
     tokens, types = [f"[PAD{token}]" for token in range(vocab_size)], [UNUSED] * vocab_size
-    for text, token in tokenizer["model"]["vocab"].items():
-        tokens[token], types[token] = text, NORMAL
+    known = [(token, text, NORMAL) for text, token in tokenizer["model"]["vocab"].items()]
     for added in tokenizer.get("added_tokens", ()):
-        tokens[added["id"]], types[added["id"]] = added["content"], CONTROL if added["special"] else USER_DEFINED
+        known.append((added["id"], added["content"], CONTROL if added["special"] else USER_DEFINED))
+    for token, text, type in known:
+        if token >= vocab_size:
+            raise CheckpointError(
+                f"{path}: token {text!r} has id {token}; expected ids below {vocab_size}, vocab_size of config.json. "
+                "The two do not belong together."
+            )
+        tokens[token], types[token] = text, type
     return tokens, types
 
 
