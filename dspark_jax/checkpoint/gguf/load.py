@@ -24,7 +24,7 @@ from dspark_jax.checkpoint.gguf.metadata import NEEDED, TAP_SHIFT, TARGET_LAYERS
 from dspark_jax.checkpoint.layout import official_name
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import CheckpointError
-from dspark_jax.formats import e4m3, e8m0, mxfp4
+from dspark_jax.formats import e4m3, mxfp4
 from dspark_jax.formats.ggml import MXFP4, Values
 from dspark_jax.model.model import Model
 from dspark_jax.model.weights import Drafter
@@ -180,9 +180,10 @@ def _mxfp4(file: DrafterFile, place: Place) -> Codes:
     stored = file.stored(place.official)
     for piece in pieces(stored.shape):
         codes[piece], scales[piece] = mxfp4.from_gguf(stored[piece])
-    if (scales == e8m0.NAN).any():
+    if not mxfp4.finite(codes, scales):
         raise CheckpointError(
-            f"{file.path}: tensor {place.official} (MXFP4) holds NaN; expected finite values. Fetch the file again."
+            f"{file.path}: tensor {place.official} (MXFP4) holds NaN or infinity; expected finite values. Fetch the "
+            "file again."
         )
     return codes, scales
 
