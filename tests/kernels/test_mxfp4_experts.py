@@ -319,7 +319,7 @@ class TestOperation:
     def test_experts_in_training_have_no_kernel(self) -> None:
         *rows, experts = abstract(6)
         masters = Matrices(*(Master(jax.ShapeDtypeStruct(e.shape, jnp.float32), "e2m1") for e in experts))
-        with pytest.raises(ValueError, match="experts in training are not packed"):
+        with pytest.raises(ValueError, match="it takes packed experts, and these are in training"):
             jax.eval_shape(partial(mxfp4_experts, limit=LIMIT, implementation="mosaic"), *rows, masters)
 
     @pytest.mark.parametrize("quantised", [False, True])

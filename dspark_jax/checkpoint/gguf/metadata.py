@@ -10,7 +10,6 @@ import numpy as np
 
 from dspark_jax.checkpoint.gguf.file import ALIGNMENT, ALIGNMENT_KEY, Value
 from dspark_jax.checkpoint.gguf.layout import Spelling
-from dspark_jax.checkpoint.tokenizer import TOKENIZER_FILE, read_tokenizer
 from dspark_jax.checkpoint.write import CONFIG_FILE
 from dspark_jax.config import ModelConfig
 from dspark_jax.errors import CheckpointError, ConfigError
@@ -165,6 +164,11 @@ def tokenizer_metadata(config: ModelConfig, checkpoint: Path) -> dict[str, Value
         CheckpointError: `tokenizer.json` is there but is not a tokenizer, or has ids beyond the vocabulary.
         ConfigError: `config.json` names no token that ends a text, or one that begins it and is not in the vocabulary.
     """
+    from dspark_jax.checkpoint.tokenizer import (
+        TOKENIZER_FILE,
+        read_tokenizer,
+    )  # of a library that loading can do without
+
     tokenizer = json.loads(known.to_str()) if (known := read_tokenizer(checkpoint)) else {"model": {}}
     if tokenizer["model"].get("type") != "BPE":
         _log.warning(
