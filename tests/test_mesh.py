@@ -214,9 +214,8 @@ def assert_same_numbers(actual: Forward, expected: Forward) -> None:
     np.testing.assert_array_equal(np.argmax(actual.logits, axis=-1), np.argmax(expected.logits, axis=-1))
 
 
-@pytest.mark.parametrize("shape", [dict(data=2, expert=2, tensor=2), dict(data=2, expert=4)], ids=str)
-def test_logits_are_those_of_one_device(shape: dict[str, int]) -> None:
-    model = dspark_jax.load(TINY_A, mesh=make_mesh(**shape))
+def test_logits_are_those_of_one_device() -> None:
+    model = dspark_jax.load(TINY_A, mesh=make_mesh(data=2, expert=2, tensor=2))
     assert_same_numbers(run_target(model, batch=4), golden_on_one_device())
 
 
