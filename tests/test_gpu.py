@@ -2,6 +2,7 @@
 
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -20,12 +21,13 @@ from dspark_jax.bench.report import RUNS
 from dspark_jax.bench.workload import Workload
 from dspark_jax.config import ModelConfig
 from dspark_jax.crosscheck.compare import compare
+from dspark_jax.decoding.forward import Forward
 from dspark_jax.decoding.programs import finish, start
 from dspark_jax.decoding.sampling import Sampling
 from dspark_jax.formats import e4m3, mxfp4
 from dspark_jax.model.indexer import top_entries
 from dspark_jax.model.model import Model
-from dspark_jax.model.numerics import PRESETS
+from dspark_jax.model.numerics import PRESETS, Numerics
 from dspark_jax.placement import fetch
 from pallas_kernels.block_scaled import BlockScaled
 
@@ -185,6 +187,28 @@ def begin(model: Model) -> tuple:
 
 def settings(draft_tokens: int, **columns: float) -> Sampling:
     return Sampling.of(BATCH, max_new_tokens=48, draft_tokens=draft_tokens, **columns)
+
+
+def test_kernels_are_as_near_to_float32_as_xla(wide: Model) -> None:
+    """The median over rows: a row whose router picks another expert parts for good, in either implementation."""
+    ids = random_ids(wide.config, 2, 40, seed=0)
+
+    def run(numerics: Numerics) -> Forward:
+        return fetch(dspark_jax.forward(replace(wide, numerics=numerics), ids, internals=True, chunk=16))
+
+    def error(ours: np.ndarray, exact: np.ndarray) -> float:
+        ours, exact = (values.astype(np.float32).reshape(80, -1) for values in (ours, exact))
+        return float(np.median(np.linalg.norm(ours - exact, axis=1) / np.linalg.norm(exact, axis=1)))
+
+    exact = run(PRESETS["float32"])
+    through_xla, kernels = (run(replace(wide.numerics, implementation=name)) for name in ("xla", "mosaic"))
+    for name, values in {
+        "streams of the first layer": lambda forward: forward.seen.layers[0].streams,
+        "logits": lambda forward: forward.logits,
+    }.items():
+        errors = [error(values(ours), values(exact)) for ours in (through_xla, kernels)]
+        print(f"\n{name}: kernels {errors[1]:.1e}, XLA {errors[0]:.1e} from float32", end="")
+        assert 0 < errors[1] <= 1.2 * errors[0]
 
 
 def test_full_width_layers_give_the_same_tokens_for_every_draft_length(wide: Model) -> None:

@@ -15,8 +15,7 @@ from dspark_jax.errors import RequestError
 from pallas_kernels.block_scaled import Matrix, decoded_product
 from pallas_kernels.implementation import Implementation, choose
 from pallas_kernels.mxfp4_experts import Matrices, mxfp4_experts, reference, swiglu
-from pallas_kernels.mxfp4_experts.mosaic import down, gate_up, refusal, slots_of
-from pallas_kernels.mxfp4_experts.work import Slots
+from pallas_kernels.mxfp4_experts.mosaic import down, gate_up, refusal
 from pallas_kernels.precision import round_to
 
 
@@ -27,13 +26,14 @@ class Group(NamedTuple):
         experts: the stacks of all experts.
         numbers: int32 [G], the live ones.
         weights: float32 [G, rows], the routing weight of each row.
-        slots: the rows of each live one, as a layer sorts them.
+        picks, live: the same for a kernel, int32 [G * rows, 1] and bool [G * rows].
     """
 
     experts: Matrices
     numbers: jax.Array
     weights: jax.Array
-    slots: Slots
+    picks: jax.Array
+    live: jax.Array
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,10 @@ class _ExpertsCase(Case):
         x = jax.random.normal(for_x, (self.live, self.rows, columns), jnp.bfloat16)
         experts = self._draw_experts(for_experts)
         weights = jax.random.uniform(for_weights, x.shape[:2], minval=0.1, maxval=0.5)
+        live = jnp.ones(weights.size, bool)
 
         def group(numbers: jax.Array) -> Group:
-            picks = jnp.repeat(numbers, self.rows)[:, None]
-            slots = slots_of(picks, jnp.ones(picks.size, bool), self.config.n_routed_experts)
-            return Group(experts, numbers, weights, slots)
+            return Group(experts, numbers, weights, jnp.repeat(numbers, self.rows)[:, None], live)
 
         return x, tuple(map(group, self._draw_numbers(for_numbers, calls)))
 
@@ -117,8 +116,9 @@ class GateUp(_ExpertsCase):
         refused = refusal(x, operands.weights, operands.experts)
         if choose(implementation, self.operation, refused) == "xla":
             return self.reference(x, operands)
-        rows, weights = x.reshape(-1, x.shape[-1]), operands.weights.reshape(-1, 1)
-        hidden = gate_up(rows, weights, operands.slots, operands.experts, self.config.swiglu_limit)
+        experts, _, weights, picks, live = operands
+        rows, weights = x.reshape(-1, x.shape[-1]), weights.reshape(-1, 1)
+        hidden = gate_up(rows, picks, weights, live, experts, self.config.swiglu_limit)
         return hidden.reshape(*x.shape[:2], -1)
 
     def reference(self, x: jax.Array, operands: Group) -> jax.Array:
@@ -151,7 +151,8 @@ class Down(_ExpertsCase):
         refused = refusal(x, operands.weights, operands.experts)
         if choose(implementation, self.operation, refused) == "xla":
             return self.reference(x, operands)
-        return down(x.reshape(-1, x.shape[-1]), operands.slots, operands.experts).reshape(*x.shape[:2], -1)
+        experts, _, _, picks, live = operands
+        return down(x.reshape(-1, x.shape[-1]), picks, live, experts).reshape(*x.shape[:2], -1)
 
     def reference(self, x: jax.Array, operands: Group) -> jax.Array:
         """One expert after the other, rounded to the dtype of `x`."""

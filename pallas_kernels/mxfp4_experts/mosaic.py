@@ -2,67 +2,32 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.block_scaled import BlockScaled, Matrix
 from pallas_kernels.mxfp4_experts import ptx
-from pallas_kernels.mxfp4_experts.ptx import CHUNK_BYTES, ROWS, TILE
+from pallas_kernels.mxfp4_experts.ptx import CHUNK_BYTES, TILE
 from pallas_kernels.mxfp4_experts.reference import Matrices
-from pallas_kernels.mxfp4_experts.work import (
-    BLOCKS,
-    STAGES,
-    SWIZZLED,
-    WARPGROUPS,
-    Memory,
-    Shape,
-    Slots,
-    Work,
-    products_of,
-)
+from pallas_kernels.mxfp4_experts.slots import BLOCKS, SIZES, Slots, sort
+from pallas_kernels.mxfp4_experts.work import STAGES, SWIZZLED, WARPGROUPS, Memory, Shape, Work, products_of
 
 MOST_PAIRS = 3072
 """By choice, those of 512 rows that pick six experts each: an expert is read once for every eight of its rows, and XLA
 decodes it once."""
+MOST_EXPERTS = 512
+"""By choice: with the most pairs, slots and what it takes to sort them have room to spare."""
 LARGEST_WIDTH = 4096
 """Columns whose two parts fit into shared memory beside the weights."""
 WIDTH_STEP = 2048
 """Columns of which each warpgroup has two chunks: fewer scales than theirs do not make the 16 bytes of a TMA copy."""
-
-
-def slots_of(picks: jax.Array, live: jax.Array, experts: int) -> Slots:
-    """Sorts the live pairs into slots.
-
-    Args:
-        picks: int32 [N, k]; what is no number of an expert is none.
-        live: bool [N].
-        experts: E.
-    """
-    size = picks.size
-    wanted = _wanted(picks, live, experts)
-    expert = jnp.where(wanted, picks, experts).reshape(-1)
-    pair = jnp.arange(size, dtype=jnp.int32)
-    number = jnp.arange(experts, dtype=jnp.int32)
-
-    def count(condition: jax.Array, axis: int) -> jax.Array:
-        return jnp.sum(condition, axis=axis, dtype=jnp.int32)
-
-    used = -(-count(expert == number[:, None], 1) // ROWS)
-    ends = jnp.sum(jnp.where(number <= number[:, None], used, 0), axis=1, dtype=jnp.int32)
-    rank = count((expert == expert[:, None]) & (pair < pair[:, None]), 1)
-    place = jnp.take(ends - used, expert, mode="clip") * ROWS + rank
-    place = jnp.where(wanted.reshape(-1), place, -1)
-
-    most = min(size, (size + (ROWS - 1) * min(experts, size)) // ROWS)
-    slot = jnp.arange(most, dtype=jnp.int32)
-    places = jnp.arange(most * ROWS, dtype=jnp.int32)
-    pairs = jnp.max(jnp.where(place == places[:, None], pair, -1), axis=1).reshape(most, ROWS)
-    return Slots(jnp.append(count(ends <= slot[:, None], 1), ends[-1]), pairs)
 
 
 def refusal(x: jax.Array, picks: jax.Array, experts: Matrices) -> str | None:
@@ -71,12 +36,14 @@ def refusal(x: jax.Array, picks: jax.Array, experts: Matrices) -> str | None:
         return "it takes packed experts, and these are in training or not packed"
     if x.dtype != jnp.bfloat16:
         return f"activations are {x.dtype}, not bfloat16"
-    _, hidden, width = experts.gate.shape
+    count, hidden, width = experts.gate.shape
     for name, size in (("activations", width), ("hidden vectors", hidden)):
         if size % WIDTH_STEP or size > LARGEST_WIDTH:
             return f"{name} have {size} channels, and the kernel takes multiples of {WIDTH_STEP} up to {LARGEST_WIDTH}"
     if picks.size > MOST_PAIRS:
         return f"these are {picks.size} pairs of a row and an expert, and it takes up to {MOST_PAIRS}"
+    if count > MOST_EXPERTS:
+        return f"there are {count} experts, and it takes up to {MOST_EXPERTS}"
     return None
 
 
@@ -94,43 +61,42 @@ def mxfp4_experts(
 
     A row's picks are added in one order of their own, and gate and up are rounded only where they are `quantised`, too.
     """
-    slots = slots_of(picks, live, experts.gate.shape[0])
-    shape = _shape(x, weights, slots, experts, limit, quantised)
-    _, outputs = layer(shape)(x, weights.reshape(-1), *slots, *_arrays(*experts))
+    _, outputs = layer(_shape(picks, experts, limit, quantised))(x, *_flat(picks, live, weights), *_arrays(*experts))
     outputs = outputs.reshape(*picks.shape, -1).astype(jnp.float32)
-    return jnp.sum(jnp.where(_wanted(picks, live, experts.gate.shape[0])[..., None], outputs, 0), axis=1)
+    wanted = live[:, None] & (picks >= 0) & (picks < experts.gate.shape[0])
+    return jnp.sum(jnp.where(wanted[..., None], outputs, 0), axis=1)
 
 
 @partial(jax.jit, static_argnames=("limit", "quantised"))
 def gate_up(
-    x: jax.Array, weights: jax.Array, slots: Slots, experts: Matrices, limit: float, quantised: bool = False
+    x: jax.Array,
+    picks: jax.Array,
+    weights: jax.Array,
+    live: jax.Array,
+    experts: Matrices,
+    limit: float,
+    quantised: bool = False,
 ) -> jax.Array:
-    """The first half of the layer alone: weight * SwiGLU for every pair of a slot.
-
-    Args:
-        x: bfloat16 [N, d].
-        weights: float32 [N, k].
-        slots: of pairs below N * k.
-        experts, limit, quantised: as for the reference.
+    """The first half of the layer alone: weight * SwiGLU for every live pair of a row and an expert.
 
     Returns:
-        bfloat16 [N * k, f], undefined for pairs of no slot.
+        bfloat16 [N * k, f], undefined for other pairs.
     """
-    kernel = _half(_shape(x, weights, slots, experts, limit, quantised), first=True)
-    return kernel(x, weights.reshape(-1), *slots, *_arrays(experts.gate, experts.up))[0]
+    kernel = _half(_shape(picks, experts, limit, quantised), first=True)
+    return kernel(x, *_flat(picks, live, weights), *_arrays(experts.gate, experts.up))[0]
 
 
 @partial(jax.jit, static_argnames=("quantised",))
-def down(hidden: jax.Array, slots: Slots, experts: Matrices, quantised: bool = False) -> jax.Array:
-    """The second half alone: bfloat16 [P, f], a hidden vector for every pair, to bfloat16 [P, d]; see `gate_up`."""
-    shares = jnp.zeros(len(hidden), jnp.float32)  # which this half ignores
-    kernel = _half(_shape(hidden, shares, slots, experts, 0.0, quantised), first=False)
-    return kernel(hidden, shares, *slots, *_arrays(experts.down))[0]
+def down(hidden: jax.Array, picks: jax.Array, live: jax.Array, experts: Matrices, quantised: bool = False) -> jax.Array:
+    """The second half alone: bfloat16 [N * k, f], a hidden vector for every pair, to bfloat16 [N * k, d]."""
+    no_shares = jnp.zeros(picks.shape, jnp.float32)  # which this half ignores
+    kernel = _half(_shape(picks, experts, 0.0, quantised), first=False)
+    return kernel(hidden, *_flat(picks, live, no_shares), *_arrays(experts.down))[0]
 
 
-def _wanted(picks: jax.Array, live: jax.Array, experts: int) -> jax.Array:
-    """bool [N, k], which pairs there are."""
-    return live[:, None] & (picks >= 0) & (picks < experts)
+def _flat(picks: jax.Array, live: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As the kernel takes them."""
+    return picks.reshape(-1), live, weights.reshape(-1)
 
 
 def _arrays(*matrices: Matrix) -> list[jax.Array]:
@@ -139,16 +105,16 @@ def _arrays(*matrices: Matrix) -> list[jax.Array]:
     return [array for matrix in packed for array in (matrix.payload, matrix.scales)]
 
 
-def _shape(x: jax.Array, weights: jax.Array, slots: Slots, experts: Matrices, limit: float, quantised: bool) -> Shape:
-    _, hidden, width = experts.gate.shape
-    return Shape(width, hidden, weights.size // len(x), weights.size, len(slots.pairs), limit, quantised)
+def _shape(picks: jax.Array, experts: Matrices, limit: float, quantised: bool) -> Shape:
+    count, hidden, width = experts.gate.shape
+    return Shape(width, hidden, picks.shape[1], picks.size, count, limit, quantised)
 
 
 def layer(shape: Shape) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """The kernel: f(x, shares, *slots, and payload and scales of gate, up and down) -> (hidden, outputs).
+    """The kernel: f(x, picks, live, shares, and payload and scales of gate, up and down) -> (hidden, outputs).
 
-    x bfloat16 [N, d] and shares float32 [P]; hidden [P, f] and outputs [P, d] are bfloat16, for every pair of a slot,
-    and undefined for the others.
+    x bfloat16 [N, d], picks int32 [P], live bool [N] and shares float32 [P]; hidden [P, f] and outputs [P, d] are
+    bfloat16, for every live pair of a row and an expert, and undefined for the others.
 
     The blocks stay for both products. In either, a block goes through its tiles and its four warpgroups share the
     columns: each fetches its weights for itself, some chunks ahead, multiplies them, and the four sums of a tile are
@@ -157,12 +123,11 @@ def layer(shape: Shape) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """
 
     def body(*refs: Any) -> None:
-        x, shares, experts, pairs, *matrices, hidden, outputs = refs[:12]
+        (x, picks, live, shares, *matrices, hidden, outputs), scratch = refs[:12], refs[12:]
         barrier = pl.get_global(plgpu.SemaphoreType.REGULAR)
-        slots = Slots(experts, pairs)
-        work = _work(shape, True, matrices[:4], x, shares, hidden, slots, refs[12:])
-        after = _work(shape, False, matrices[4:], hidden, shares, outputs, slots, refs[12:])
-        _ = after.first_experts  # asked for now, used after the barrier
+        slots = _sorted(shape, picks, live, scratch)
+        work = _work(shape, True, matrices[:4], x, shares, hidden, slots, scratch)
+        after = _work(shape, False, matrices[4:], hidden, shares, outputs, slots, scratch)
         work.run(jnp.int32(0))
         hopper.warpgroup_barrier()
         hopper.grid_arrive(barrier)
@@ -176,14 +141,25 @@ def layer(shape: Shape) -> Callable[..., tuple[jax.Array, jax.Array]]:
 
 
 def _half(shape: Shape, first: bool) -> Callable[..., tuple[jax.Array]]:
-    """One product as a kernel: f(rows, shares, *slots, and payload and scales of its matrices) -> (out,)."""
+    """One product as a kernel: f(rows, picks, live, shares, and payload and scales of its matrices) -> (out,)."""
     arrays = 4 if first else 2
 
-    def body(rows: Any, shares: Any, experts: Any, pairs: Any, *refs: Any) -> None:
+    def body(rows: Any, picks: Any, live: Any, shares: Any, *refs: Any) -> None:
         matrices, out, scratch = refs[:arrays], refs[arrays], refs[arrays + 1 :]
-        _work(shape, first, matrices, rows, shares, out, Slots(experts, pairs), scratch).run(jnp.int32(0))
+        slots = _sorted(shape, picks, live, scratch)
+        _work(shape, first, matrices, rows, shares, out, slots, scratch).run(jnp.int32(0))
 
     return _kernel(body, shape, shape.hidden if first else shape.width)
+
+
+def _sorted(shape: Shape, picks: Any, live: Any, scratch: Sequence[Any]) -> Slots:
+    """Has the pairs sorted; what the block has to know of them lies behind the notes."""
+    *_, notes, sums = scratch
+    starts = accumulate((ptx.NOTES * WARPGROUPS, *SIZES))
+    slots = Slots(*(notes.at[pl.ds(start, size)] for start, size in zip(starts, SIZES, strict=False)))
+    block = sort(shape.pairs, shape.picks, shape.experts, WARPGROUPS)
+    hopper.run(block, picks=picks, live=live, block=lax.axis_index("block"), scratch=sums, **slots._asdict())
+    return slots
 
 
 def _work(
@@ -199,7 +175,7 @@ def _work(
 
 
 def _parts_bytes(shape: Shape) -> int:
-    return 2 * ROWS * max(shape.width, shape.hidden) // WARPGROUPS
+    return 2 * ptx.ROWS * max(shape.width, shape.hidden) // WARPGROUPS
 
 
 def _kernel(body: Callable[..., None], shape: Shape, *outputs: int) -> Callable[..., Any]:
@@ -224,8 +200,8 @@ def _kernel(body: Callable[..., None], shape: Shape, *outputs: int) -> Callable[
             plgpu.RefUnion(*scales),
             *barriers,
             plgpu.SMEM((WARPGROUPS, _parts_bytes(shape)), jnp.uint8),
-            plgpu.SMEM((WARPGROUPS * ptx.NOTES,), jnp.uint8),
-            plgpu.SMEM((2 * WARPGROUPS * ROWS, ptx.PITCH), jnp.float32),
+            plgpu.SMEM((ptx.NOTES * WARPGROUPS + sum(SIZES),), jnp.int32),
+            plgpu.SMEM((2 * WARPGROUPS * ptx.ROWS, ptx.PITCH), jnp.float32),
         ],
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup

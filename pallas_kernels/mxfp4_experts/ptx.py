@@ -8,9 +8,8 @@ applies what follows a product. How numbers lie in registers and in shared memor
 import math
 
 from pallas_kernels.hopper import FIRST_NAMED_BARRIER, WARPGROUP, float32, vector
+from pallas_kernels.mxfp4_experts.slots import ROWS
 
-ROWS = 8
-"""Token rows of a slot: the N side of wgmma."""
 TILE = 64
 """Matrix rows of a tile: the M side of wgmma."""
 GROUP = 32
@@ -18,11 +17,12 @@ GROUP = 32
 CHUNK_GROUPS = 8
 """Groups of a tile that a warpgroup takes at once."""
 CHUNK_BYTES = CHUNK_GROUPS * GROUP // 2
-NOTES = 4 * 3 * ROWS
-"""Bytes that a warpgroup notes about the rows of its slot."""
+NOTES = 3 * ROWS
+"""Words that a warpgroup notes about the rows of its slot."""
 PITCH = TILE + 4
 """Floats between two token rows of partial sums, so that a warp's stores meet no bank twice."""
 
+_SELECT = "0xE2"  # lop3: of its first operand the bits that the second one has, of the third the others
 _BATCH = 4  # groups whose products are under way while the next ones are decoded
 _THREAD = "mov.u32 thread, %tid.x; and.b32 lane, thread, 31; shr.u32 warp, thread, 5; and.b32 warp, warp, 3;"
 
@@ -34,8 +34,8 @@ LOADED = 36
 def load(groups: int, warpgroups: int, picks: int) -> str:
     """A slot's rows into registers: a warp has two rows, and a lane one group of 32 columns in each.
 
-    Operands: `rows`, bfloat16 in global memory; `pairs`, there, eight numbers for each slot, below 0 for none;
-    `shares`, there, a float32 for every pair; `slot`. Result: `loaded`.
+    Operands: `rows`, bfloat16 in global memory; `shares`, there, a float32 for every pair; `pairs` of `Slots`, and
+    `slot`, its number there. Result: `loaded`.
 
     Args:
         groups: of a warpgroup's columns, at most 32.
@@ -46,8 +46,8 @@ def load(groups: int, warpgroups: int, picks: int) -> str:
         f"""
         .reg .b32 thread, lane, warp, warpgroup, a; .reg .b64 from, byte; .reg .pred there, mine;
         {_THREAD} shr.u32 warpgroup, thread, 7; setp.lt.u32 mine, lane, {groups};
-        shl.b32 a, warp, 1; mad.lo.u32 a, $slot, {ROWS}, a; mul.wide.u32 byte, a, 4; add.u64 from, $pairs, byte;
-        ld.global.v2.u32 {{$loaded32, $loaded33}}, [from];
+        shl.b32 a, warp, 1; mad.lo.u32 a, $slot, {ROWS}, a; mad.lo.u32 a, a, 4, $pairs;
+        ld.shared.v2.u32 {{$loaded32, $loaded33}}, [a];
         """
     ]
     for half in (0, 1):
@@ -95,7 +95,7 @@ def split(groups: int, parts_bytes: int, quantised: bool) -> str:
         .reg .b16 low, high, c<4>; .reg .f32 y<2>, z<4>, scale, unscale; .reg .pred there, mine, leader, finite, up;
         {_THREAD} shr.u32 warpgroup, thread, 7; shl.b32 first, warp, 1; setp.eq.u32 leader, lane, 0;
         setp.lt.u32 mine, lane, {groups}; mad.lo.u32 parts, warpgroup, {parts_bytes}, $parts;
-        mad.lo.u32 notes, warpgroup, {NOTES}, $notes; mad.lo.u32 notes, first, 4, notes;
+        mad.lo.u32 notes, warpgroup, {4 * NOTES}, $notes; mad.lo.u32 notes, first, 4, notes;
         """
     ]
     lines += [f"mov.b32 {word}, $loaded{i};" for i, word in enumerate(words[0] + words[1])]
@@ -193,7 +193,8 @@ def read(chunk: int, groups: int) -> str:
     """A thread's part of a chunk into registers: of rows r and r+8 of its warp's 16, bytes 4q to 4q+3 of each group.
 
     r is its lane over 4 and q the rest. That is just its part of the left operand of a k step of wgmma, low nibbles
-    being the even columns, so that a weight is touched by one thread and once.
+    being the even columns, so that a weight is touched by one thread and once; and it is what ldmatrix gives, four
+    matrices of eight rows by 16 bytes at once, of which a lane says where one row lies.
 
     Operands: `weights` and `scales` in shared memory, rings of chunks and of tiles' scales, of which these are number
     `place` and `scales_place`. Result: `codes`.
@@ -204,21 +205,18 @@ def read(chunk: int, groups: int) -> str:
     """
     lines = [
         f"""
-        .reg .b32 thread, lane, warp, r, row, quarter, base, a;
-        {_THREAD} shr.u32 r, lane, 2; and.b32 quarter, lane, 3; mad.lo.u32 row, warp, 16, r;
+        .reg .b32 thread, lane, warp, row, of_row, group, base, a;
+        {_THREAD} and.b32 of_row, lane, 7; and.b32 row, lane, 15; mad.lo.u32 row, warp, 16, row;
         mad.lo.u32 a, $place, {TILE}, row; mad.lo.u32 base, a, {CHUNK_BYTES}, $weights;
-        mad.lo.u32 base, quarter, 4, base; mad.lo.u32 base, r, 16, base;
+        shr.u32 group, lane, 4; xor.b32 group, group, of_row; mad.lo.u32 base, group, 16, base;
         """
     ]
-    for group in range(CHUNK_GROUPS):
-        lines.append(
-            f"""
-            xor.b32 a, base, {16 * group}; ld.shared.u32 $codes{2 * group}, [a];
-            ld.shared.u32 $codes{2 * group + 1}, [a + {8 * CHUNK_BYTES}];
-            """
-        )
+    for group in range(0, CHUNK_GROUPS, 2):
+        four = vector(f"$codes{2 * group + i}" for i in range(4))
+        lines.append(f"xor.b32 a, base, {16 * group}; ldmatrix.sync.aligned.m8n8.x4.shared.b16 {four}, [a];")
     lines.append(
         f"""
+        shr.u32 a, lane, 2; mad.lo.u32 row, warp, 16, a;
         mad.lo.u32 a, $scales_place, {TILE}, row; mad.lo.u32 a, a, {groups}, $scales;
         ld.shared.v2.u32 {{$codes16, $codes17}}, [a + {chunk * CHUNK_GROUPS}];
         ld.shared.v2.u32 {{$codes18, $codes19}}, [a + {chunk * CHUNK_GROUPS + 8 * groups}];
@@ -267,15 +265,15 @@ def _groups(batch: int) -> list[tuple[int, int]]:
 
 
 def _decode(batch: int) -> str:
+    """A nibble's sign to bit 7 of its byte and its three others to bits 4 to 2; six instructions for eight weights."""
     lines = []
     for group, set_ in _groups(batch):
         for half in (0, 1):  # rows r and r + 8
             code, even, odd = f"$codes{2 * group + half}", f"A{4 * set_ + half}", f"A{4 * set_ + 2 + half}"
             lines.append(
                 f"""
-                shl.b32 a, {code}, 4; and.b32 a, a, 0x80808080; shl.b32 b, {code}, 2;
-                lop3.b32 {even}, b, 0x1C1C1C1C, a, 0xEA; and.b32 a, {code}, 0x80808080; shr.u32 b, {code}, 2;
-                lop3.b32 {odd}, b, 0x1C1C1C1C, a, 0xEA;
+                and.b32 a, {code}, 0x88888888; shr.u32 b, {code}, 2; lop3.b32 {odd}, b, 0x1C1C1C1C, a, {_SELECT};
+                shl.b32 a, a, 4; shl.b32 b, {code}, 2; lop3.b32 {even}, b, 0x1C1C1C1C, a, {_SELECT};
                 """
             )
     return "\n".join(lines)
@@ -340,7 +338,7 @@ def finish(warpgroups: int, width: int, limit: float | None, rounded: bool = Fal
         {_THREAD}
         shr.u32 warpgroup, thread, 7; shr.u32 r, lane, 2; and.b32 quarter, lane, 3; mad.lo.u32 row, warp, 16, r;
         and.b32 parity, $count, 1; mad.lo.u32 ours, parity, {warpgroups * buffer}, $partial;
-        mad.lo.u32 notes, warpgroup, {NOTES}, $notes; mad.lo.u32 a, quarter, 8, notes;
+        mad.lo.u32 notes, warpgroup, {4 * NOTES}, $notes; mad.lo.u32 a, quarter, 8, notes;
         ld.shared.v2.f32 {{x0, x1}}, [a + {4 * ROWS}];
         setp.lt.u32 p, $count, 2; @p bra FREE;
         sub.u32 turn, $count, 2; and.b32 turn, turn, {warpgroups - 1}; setp.eq.u32 p, turn, warpgroup; @p bra FREE;

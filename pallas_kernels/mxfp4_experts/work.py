@@ -14,9 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper
 from pallas_kernels.mxfp4_experts import ptx
 from pallas_kernels.mxfp4_experts.ptx import CHUNK_BYTES, GROUP, TILE
+from pallas_kernels.mxfp4_experts.slots import BLOCKS, SLOTS, Slots
 
-BLOCKS = hopper.MULTIPROCESSORS
-"""Of the grid. They have to run at once: between the products they wait for each other."""
 WARPGROUPS = 4
 STAGES = 4
 """Chunks of 8 KB that a warpgroup has under way: 128 KB of weights for a multiprocessor."""
@@ -24,18 +23,6 @@ SCALE_BYTES = 4096
 """Of a warpgroup: of two tiles of the largest width."""
 SWIZZLED: Any = (plgpu.TilingTransform((8, CHUNK_BYTES)), plgpu.SwizzleTransform(CHUNK_BYTES))  # type: ignore[abstract]
 """How chunks lie in shared memory: 128 bytes a row, in which the 16-byte piece j of row r is at j xor r mod 8."""
-
-
-class Slots(NamedTuple):
-    """Pairs (a row and one of its picks) in groups of up to eight that share an expert.
-
-    Attributes:
-        experts: int32 [S + 1], the expert of each slot in ascending order, and the number of slots that are used.
-        pairs: int32 [S, 8], numbers row * k + pick; -1 for none.
-    """
-
-    experts: jax.Array
-    pairs: jax.Array
 
 
 @dataclass(frozen=True)
@@ -47,7 +34,7 @@ class Shape:
         hidden: f.
         picks: k, pairs of a row of `x`.
         pairs: in all.
-        slots: at most.
+        experts: E.
         limit, quantised: as for the reference.
     """
 
@@ -55,7 +42,7 @@ class Shape:
     hidden: int
     picks: int
     pairs: int
-    slots: int
+    experts: int
     limit: float
     quantised: bool
 
@@ -148,7 +135,7 @@ class Work:
         rows: bfloat16, what the matrices are multiplied with.
         shares: float32, for each pair.
         out: bfloat16, for each pair.
-        slots: as `Slots`, in global memory.
+        slots: of the block.
         memory: of the block.
         parts_bytes: in it, for a warpgroup.
     """
@@ -170,24 +157,19 @@ class Work:
     @cached_property
     def range(self) -> tuple[jax.Array, jax.Array]:
         """The block's first tile, and the one after its last."""
-        tiles = self.slots.experts[self.slots.pairs.shape[0]] * self.product.tiles
-        block = lax.axis_index("block")
-        return block * tiles // BLOCKS, (block + 1) * tiles // BLOCKS
-
-    @cached_property
-    def first_experts(self) -> list[jax.Array]:
-        """Of the tiles that are fetched before any is used. Read early: under load, a number takes microseconds."""
-        return [self.expert(self.range[0] + ahead) for ahead in range(self.product.tiles_ahead)]
+        tiles, block = self.slots.count[0] * self.product.tiles, lax.axis_index("block")
+        return _div(block * tiles, BLOCKS), _div((block + 1) * tiles, BLOCKS)
 
     def slot(self, tile: jax.Array) -> jax.Array:
-        """Of a tile; a slot, too, for tiles beyond the last."""
-        return jnp.minimum(lax.div(tile, jnp.int32(self.product.tiles)), self.slots.pairs.shape[0] - 1)
+        """Of a tile, a number of the block's own; there is one, too, for tiles beyond its last."""
+        first = _div(self.range[0], self.product.tiles)
+        return jnp.minimum(_div(tile, self.product.tiles) - first, SLOTS - 1)
 
     def expert(self, tile: jax.Array) -> jax.Array:
         """Of a tile."""
         return self.slots.experts[self.slot(tile)]
 
-    def fetch(self, index: jax.Array | int, expert: jax.Array, chunk: int) -> None:
+    def fetch(self, index: jax.Array | int, chunk: int) -> None:
         """Starts the copies of a chunk of this warpgroup, with the first one of a tile its scales; `index` of tiles."""
         product, memory, warpgroup = self.product, self.memory, self.warpgroup
         tile = self.range[0] + index
@@ -196,6 +178,7 @@ class Work:
 
         @pl.when(tile < self.range[1])
         def _() -> None:
+            expert = self.expert(tile)
             for number, (payload, scales) in enumerate(self.matrices):
                 there = pl.ds(number * product.rows, product.rows)
                 if chunk == 0:
@@ -207,9 +190,9 @@ class Work:
 
     def fetch_first(self) -> None:
         """As many chunks as the ring takes."""
-        for ahead, expert in enumerate(self.first_experts):
+        for ahead in range(self.product.tiles_ahead):
             for chunk in range(self.product.chunks):
-                self.fetch(ahead, expert, chunk)
+                self.fetch(ahead, chunk)
 
     def place(self, index: jax.Array | int, chunk: int) -> jax.Array:
         """In the ring of weights."""
@@ -249,12 +232,11 @@ class Work:
         def one_tile(index: jax.Array, slot_before: jax.Array) -> jax.Array:
             slot = self.slot(first + index)
             pl.when(slot != slot_before)(lambda: self.split(self.load(slot)))
-            expert = self.expert(first + index + product.tiles_ahead)
             plgpu.barrier_wait(self.memory.scales_there.at[self.scales_place(index)])
             sums = None
             for chunk in range(product.chunks):
                 codes = self.read(index, chunk)
-                self.fetch(index + product.tiles_ahead, expert, chunk)
+                self.fetch(index + product.tiles_ahead, chunk)
                 sums = self.multiply(codes, chunk, sums)
             block = ptx.finish(WARPGROUPS, product.outputs, product.limit, product.quantised)
             numbers: dict[str, Any] = {"count": count + index, "tile": _rem(first + index, product.tiles)}
@@ -287,6 +269,11 @@ class Work:
         return sums
 
 
+def _div(number: jax.Array, divisor: int) -> jax.Array:
+    """Of numbers that are not negative, for which `//` would make provision."""
+    return lax.div(number, jnp.int32(divisor))
+
+
 def _rem(number: jax.Array | int, divisor: int) -> jax.Array:
-    """Of numbers that are not negative, for which `%` would make provision."""
+    """As `_div`."""
     return lax.rem(jnp.int32(number), jnp.int32(divisor))

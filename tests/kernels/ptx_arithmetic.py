@@ -15,7 +15,7 @@ E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 
 def unsigned(function: Callable[..., np.ndarray], kind: Any = np.uint32) -> Callable[..., np.ndarray]:
     """An operation on integers, of which the lowest bits are kept."""
-    return lambda *values: function(*(value.astype(kind, copy=False) for value in values))
+    return lambda *values: function(*(value.astype(kind, copy=False) for value in values)).astype(kind, copy=False)
 
 
 def signed(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
@@ -90,6 +90,7 @@ ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "lop3.b32": unsigned(by_table),
     "shl.b32": unsigned(np.left_shift),
     "shr.u32": unsigned(np.right_shift),
+    "popc.b32": unsigned(np.bitwise_count),
     "max.u32": unsigned(np.maximum),
     "min.u32": unsigned(np.minimum),
     "mad.lo.u32": unsigned(lambda a, b, c: a * b + c),

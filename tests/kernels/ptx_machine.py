@@ -173,9 +173,10 @@ class Warpgroup:
         match name, *modifiers:
             case (("ld" | "st"), *_):
                 self._move(name, modifiers, arguments, mask)
-            case "red", *_, "global", "add", "u32":
+            case "red", *_, ("global" | "shared"), "add", "u32":
+                memory = (self.block.shared if "shared" in modifiers else self.block.whole).bytes
                 spots = self._address(arguments[0])[mask] // 4
-                np.add.at(self.block.whole.bytes.view(np.uint32), spots, self._read(arguments[1])[mask])
+                np.add.at(memory.view(np.uint32), spots, self._read(arguments[1])[mask])
             case "bar", ("sync" | "arrive") as kind:
                 self.block.arrive(*map(self._number, arguments), wait=kind == "sync")
             case "cp", "async", "commit_group":
@@ -192,13 +193,20 @@ class Warpgroup:
                 self.products.wait(self._number(arguments[0]))
             case ("fence", *_) | ("wgmma", "fence", *_):
                 pass
-            case "shfl", "sync", "bfly", "b32":
-                source = np.arange(THREADS) ^ self._number(arguments[2])
+            case "shfl", "sync", kind, "b32":
+                assert whole_warps(mask)
+                source = shuffled(kind, self._read(arguments[2]).astype(int), self._number(arguments[3]))
                 self._write(arguments[0], self._read(arguments[1])[source], mask)
             case "redux", "sync", "max", "u32":
-                warps = self._read(arguments[1]).reshape(-1, 32)
-                assert (mask.reshape(-1, 32) == mask[::32, None]).all(), "part of a warp"
-                self._write(arguments[0], warps.max(axis=1).repeat(32), mask)
+                assert whole_warps(mask)
+                self._write(arguments[0], self._read(arguments[1]).reshape(-1, 32).max(axis=1).repeat(32), mask)
+            case "vote", "sync", "ballot", "b32":
+                assert whole_warps(mask)
+                votes = np.packbits(self._read(arguments[1]), bitorder="little").view(np.uint32)
+                self._write(arguments[0], votes.repeat(32), mask)
+            case "ldmatrix", "sync", "aligned", "m8n8", "x4", "shared", "b16":
+                assert mask is EVERYONE
+                self._load_matrices(*arguments)
             case "mov", kind:
                 self._repack(int(kind[1:]), arguments, mask)
             case _:
@@ -233,6 +241,14 @@ class Warpgroup:
                 value[mask, :size] = memory[spots]
                 self._write(part, value.view(np.uint32)[:, 0], mask)
 
+    def _load_matrices(self, registers: str, where: str) -> None:
+        """Four of eight rows by 16 bytes, of each of which eight lanes say where its rows lie."""
+        rows = self._address(where).reshape(-1, 4, 8)
+        assert not (rows % 16).any(), "misaligned"
+        words = self.block.shared.bytes[rows[..., None] + np.arange(16)].view(np.uint32)
+        for index, name in enumerate(names(registers)):
+            self.registers[name] = words[:, index].reshape(THREADS)
+
     def _copy(self, arguments: list[str], mask: np.ndarray) -> None:
         span = np.arange(int(arguments[2]))
         target, source = (self._address(argument)[mask][:, None] + span for argument in arguments[:2])
@@ -264,6 +280,19 @@ class Warpgroup:
             self.registers |= zip(sums, values.astype(np.float32).view(np.uint32), strict=True)
 
         return happen
+
+
+def whole_warps(mask: np.ndarray) -> bool:
+    return bool((mask.reshape(-1, 32) == mask[::32, None]).all())
+
+
+def shuffled(kind: str, lane: np.ndarray, bounds: int) -> np.ndarray:
+    """Whose register each thread gets; its own where the other one is out of bounds."""
+    thread = np.arange(THREADS)
+    own = thread % 32
+    other = {"bfly": own ^ lane, "up": own - lane, "idx": lane}[kind]
+    assert bounds == (0 if kind == "up" else 31), "of a whole warp"
+    return np.where((other >= 0) & (other < 32), thread - own + other, thread)
 
 
 class Statement(NamedTuple):

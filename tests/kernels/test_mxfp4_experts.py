@@ -23,14 +23,14 @@ from experts_oracle import (
     rows_of,
     seen,
 )
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh
 
 from pallas_kernels import hopper
 from pallas_kernels.block_scaled import BlockScaled, Master
 from pallas_kernels.fake_quant import fake_e4m3
-from pallas_kernels.mxfp4_experts import Matrices, mosaic, mxfp4_experts, ptx, reference, work
-from pallas_kernels.mxfp4_experts.work import Slots
+from pallas_kernels.mxfp4_experts import Matrices, mosaic, mxfp4_experts, ptx, reference, slots, work
 from pallas_kernels.partition import Partition
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -38,8 +38,6 @@ KERNEL = 1e-3  # relative, of vectors of bfloat16 that were rounded at the same 
 LAST_BIT = 2.0**-7  # of one number
 MUST = 3e-3  # of the whole operation
 STEP = 2e-2  # where the last bit of a number that was rounded on the way may decide about a step of e4m3
-
-slots_of = jax.jit(mosaic.slots_of, static_argnums=2)
 
 
 @pytest.fixture
@@ -53,23 +51,67 @@ def random() -> np.random.Generator:
 # Slots ---------------------------------------------------------------------------------------------------------------
 
 
+def sorted_by_blocks(picks: np.ndarray, live: np.ndarray, experts: int, blocks: int) -> list[np.ndarray]:
+    """What each block notes of the slots: experts [B, 8], pairs [B, 8, 8] and the count of all [B, 1]."""
+    kinds = [jax.ShapeDtypeStruct((blocks, size), jnp.int32) for size in slots.SIZES]
+
+    def body(picks_: Any, live_: Any, *refs: Any) -> None:
+        (*outs, noted, scratch), block = refs, jax.lax.axis_index("block")
+        starts = np.cumsum([0, *slots.SIZES])
+        fields = slots.Slots(*(noted.at[pl.ds(int(i), n)] for i, n in zip(starts, slots.SIZES, strict=False)))
+        text = slots.sort(picks.size, picks.shape[1], experts, 4)
+        hopper.run(text, picks=picks_, live=live_, block=block, scratch=scratch, **fields._asdict())
+        for out, field in zip(outs, fields, strict=True):
+            out.array[block] = field.array
+
+    experts_, pairs, count = pallas_machine.kernel(
+        body,
+        out_type=kinds,
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=4,
+        thread_name="warpgroup",
+        scratch_types=[
+            plgpu.SMEM((sum(slots.SIZES),), jnp.int32),
+            plgpu.SMEM((slots.scratch_bytes(picks.size, experts),), jnp.uint8),
+        ],
+        compiler_params=None,
+    )(picks.reshape(-1), live)
+    return [experts_, pairs.reshape(blocks, slots.SLOTS, slots.ROWS), count]
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU runs the kernel itself")
+@pytest.mark.usefixtures("here")
 class TestSlots:
-    @pytest.mark.parametrize(("count", "picks", "experts"), [(1, 6, 8), (6, 2, 5), (40, 1, 3), (30, 4, 64)])
-    def test_hold_each_live_pair_once(self, random, count: int, picks: int, experts: int) -> None:
+    @pytest.mark.parametrize(
+        ("count", "picks", "experts"), [(1, 6, 8), (6, 2, 5), (40, 1, 3), (30, 4, 64), (96, 6, 256)]
+    )
+    def test_blocks_know_theirs(self, random, count: int, picks: int, experts: int) -> None:
         """Of ragged and empty groups, of all rows on one expert, of none, with picks that are no expert."""
-        for _ in range(30):
-            some = random.integers(-1, experts + 2, random.integers(1, 4))
-            chosen = random.choice([random.choice(some), *range(-1, experts + 2)], (count, picks)).astype(np.int32)
-            chosen = np.where(random.random(chosen.shape) < random.random(), some[0], chosen).astype(np.int32)
+        for favourite in (-1, 0, experts - 1, experts):
+            chosen = random.integers(-1, experts + 2, (count, picks))
+            chosen = np.where(random.random(chosen.shape) < random.random(), favourite, chosen).astype(np.int32)
             live = random.random(count) < random.choice([0, 0.5, 1])
-            slots = Slots(*map(np.asarray, slots_of(chosen, live, experts)))
             want = []
             for expert in range(experts):
                 pairs = np.flatnonzero((chosen == expert) & live[:, None])
                 want += [(expert, [*pairs[i : i + 8], *[-1] * 8][:8]) for i in range(0, len(pairs), 8)]
-            assert slots.experts[-1] == len(want) <= len(slots.pairs) == len(slots.experts) - 1
-            assert [(e, list(p)) for e, p in zip(slots.experts, slots.pairs, strict=False)][: len(want)] == want
-            assert (slots.pairs[len(want) :] == -1).all()
+            assert len(want) <= slots.most_slots(chosen.size, experts)
+            blocks = max(3, -(-len(want) // (slots.SLOTS - 1)))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(slots, "BLOCKS", blocks)
+                noted = sorted_by_blocks(chosen, live, experts, blocks)
+            for block, (experts_, pairs_, total) in enumerate(zip(*noted, strict=True)):
+                first, end = (block * len(want) // blocks, -(-(block + 1) * len(want) // blocks))
+                got = [(e, list(p)) for e, p in zip(experts_, pairs_, strict=True)]
+                assert total == len(want) and end - first <= slots.SLOTS
+                assert got[: end - first] == want[first:end]
+                assert (pairs_[max(0, len(want) - first) :] == -1).all()
+
+    def test_there_is_room_for_the_most_that_the_kernel_takes(self) -> None:
+        assert slots.most_slots(mosaic.MOST_PAIRS, mosaic.MOST_EXPERTS) <= slots.MOST_SLOTS
+        sums = 2 * work.WARPGROUPS * ptx.ROWS * ptx.PITCH * 4
+        assert slots.scratch_bytes(mosaic.MOST_PAIRS, mosaic.MOST_EXPERTS) <= sums
 
 
 # The kernel, on a machine of ours ------------------------------------------------------------------------------------
@@ -79,7 +121,7 @@ class TestSlots:
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels run on the CPU, with three blocks."""
     monkeypatch.setattr(plgpu, "kernel", pallas_machine.kernel)
-    for module in (mosaic, work):
+    for module in (mosaic, work, slots):
         monkeypatch.setattr(module, "BLOCKS", 3)
 
 
@@ -91,9 +133,10 @@ def split(x: np.ndarray, pairs: list[int], quantised: bool = False) -> np.ndarra
     columns = x.shape[1]
     groups, parts_bytes = columns // 128, 4 * columns
 
-    def body(x: Any, pairs: Any, shares: Any, parts_seen: Any, notes_seen: Any, parts: Any, notes: Any) -> None:
+    def body(x: Any, shares: Any, parts_seen: Any, notes_seen: Any, parts: Any, notes: Any, noted: Any) -> None:
+        noted.array[...] = [[-1] * 8, pairs]
         result = {"loaded": hopper.registers(ptx.LOADED, jnp.uint32)}
-        (loaded,) = hopper.run(ptx.load(groups, 4, 2), result, rows=x, pairs=pairs, shares=shares, slot=1)
+        (loaded,) = hopper.run(ptx.load(groups, 4, 2), result, rows=x, pairs=noted, shares=shares, slot=1)
         hopper.run(ptx.split(groups, parts_bytes, quantised), loaded=loaded, parts=parts, notes=notes)
         parts_seen.array[...], notes_seen.array[...] = parts.array, notes.array
 
@@ -105,9 +148,9 @@ def split(x: np.ndarray, pairs: list[int], quantised: bool = False) -> np.ndarra
         grid_names=("block",),
         num_threads=4,
         thread_name="warpgroup",
-        scratch_types=[plgpu.SMEM(*kind) for kind in kinds],
+        scratch_types=[*(plgpu.SMEM(*kind) for kind in kinds), plgpu.SMEM((2, 8), jnp.int32)],
         compiler_params=None,
-    )(x, np.array([[-1] * 8, pairs], np.int32), np.arange(2 * len(x), dtype=np.float32))
+    )(x, np.arange(2 * len(x), dtype=np.float32))
     assert (notes[:, 0].view(np.int32) == pairs).all() and (notes[:, 2] == np.maximum(pairs, 0)).all()
     pieces = parts.reshape(4, 2, -1, 8, 8, 16)  # warpgroups, hi and lo, 128 columns each, rows, pieces
     row, piece = np.arange(8)[:, None], np.arange(8)
@@ -202,10 +245,9 @@ class TestKernel:
     def test_gate_up(self, random, quantised: bool) -> None:
         """At the width of Flash, for few hidden channels: ragged groups, sleeping experts, more than a slot for one."""
         rows, experts = rows_of(random, RAGGED, 4096, ALIVE), matrices(random, 4, 4096, 128)
-        slots = slots_of(rows.picks, rows.live, 4)
-        out = gate_up(rows.x, rows.weights, slots, experts, LIMIT, quantised)
+        out = gate_up(*rows, experts, LIMIT, quantised)
         got, want = of_pairs(out, rows), hidden_of(rows, *map(numbers, experts[:2]), quantised)
-        there = np.isin(np.arange(22), slots.pairs).reshape(11, 2)
+        there = np.asarray((rows.picks >= 0) & (rows.picks < 4) & rows.live[:, None])
         assert error(got[there], want[there]) < KERNEL
         assert (got[~there].view(np.uint16) == 0xFFFF).all(), "what belongs to no slot is left alone"
 
@@ -213,25 +255,22 @@ class TestKernel:
     def test_down(self, random, quantised: bool) -> None:
         rows, experts = rows_of(random, RAGGED, 256, ALIVE), matrices(random, 4, 256, 2048)
         hidden = random.standard_normal((11, 2, 2048)).astype(BF16)
-        slots = slots_of(rows.picks, rows.live, 4)
-        out = down(hidden.reshape(22, -1), slots, experts, quantised)
+        out = down(hidden.reshape(22, -1), rows.picks, rows.live, experts, quantised)
         got, want = of_pairs(out, rows), outputs_of(rows, hidden, numbers(experts.down), quantised)
-        there = np.isin(np.arange(22), slots.pairs).reshape(11, 2)
+        there = np.asarray((rows.picks >= 0) & (rows.picks < 4) & rows.live[:, None])
         assert error(got[there], want[there]) < KERNEL
         assert (got[~there].view(np.uint16) == 0xFFFF).all()
 
     def test_all_codes_and_extreme_scales(self, random) -> None:
         hidden, experts = extremes(random, 256)
-        slots = slots_of(jnp.zeros((2, 1), jnp.int32), jnp.ones(2, bool), 1)
-        check_extremes(down(hidden, slots, experts), hidden, experts)
+        check_extremes(down(hidden, jnp.zeros((2, 1), jnp.int32), jnp.ones(2, bool), experts), hidden, experts)
 
     def test_a_row_keeps_its_bits_whatever_the_others_hold(self, random) -> None:
         experts = matrices(random, 2, 2048, 128)
         rows = rows_of(random, [[1], [1], [0], [1], [0]], 2048)
 
         def run(rows: Rows) -> np.ndarray:
-            slots = slots_of(rows.picks, rows.live, 2)
-            return np.asarray(gate_up(rows.x, rows.weights, slots, experts, LIMIT))
+            return np.asarray(gate_up(*rows, experts, LIMIT))
 
         got = run(rows)
         flipped = run(Rows(*(operand[::-1] for operand in rows)))
@@ -255,8 +294,7 @@ class TestKernel:
         block = getattr(ptx, name)
         monkeypatch.setattr(ptx, name, lambda *arguments: block(*arguments).replace(right, wrong))
         rows, experts = rows_of(random, [[0]] * 3, 2048), matrices(random, 1, 2048, 128)
-        slots = slots_of(rows.picks, rows.live, 1)
-        got = gate_up(rows.x, rows.weights, slots, experts, LIMIT)
+        got = gate_up(*rows, experts, LIMIT)
         assert not error(of_pairs(got, rows), hidden_of(rows, *map(numbers, experts[:2]))) < 0.1
 
 
@@ -443,12 +481,13 @@ class TestOnGPU:
     def test_the_halves_do_what_the_layer_does(self, random, flash) -> None:
         experts, _ = flash
         rows = rows_of(random, random.integers(0, 16, (13, 1)), 4096)
-        slots = slots_of(rows.picks, rows.live, 16)
-        hidden = mosaic.gate_up(rows.x, rows.weights, slots, experts, LIMIT)
+        hidden = mosaic.gate_up(*rows, experts, LIMIT)
         whole = mosaic.mxfp4_experts(*rows, experts, LIMIT)
-        np.testing.assert_array_equal(np.asarray(mosaic.down(hidden, slots, experts), np.float32), whole)
+        np.testing.assert_array_equal(
+            np.asarray(mosaic.down(hidden, rows.picks, rows.live, experts), np.float32), whole
+        )
 
     def test_all_codes_and_extreme_scales(self, random) -> None:
         hidden, experts = extremes(random, 2048)
-        slots = slots_of(jnp.zeros((2, 1), jnp.int32), jnp.ones(2, bool), 1)
-        check_extremes(mosaic.down(jnp.asarray(hidden), slots, experts), hidden, experts)
+        out = mosaic.down(jnp.asarray(hidden), jnp.zeros((2, 1), jnp.int32), jnp.ones(2, bool), experts)
+        check_extremes(out, hidden, experts)

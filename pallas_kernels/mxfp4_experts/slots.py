@@ -1,0 +1,149 @@
+"""Which rows meet which expert: pairs of a row and one of its picks, in slots of up to eight that share an expert.
+
+Slots are numbered by expert, and within one by the order of its pairs. Every block sorts all pairs for itself, which
+takes it about two microseconds, and notes the few slots that it works on.
+"""
+
+from typing import Any, NamedTuple
+
+from pallas_kernels.hopper import FIRST_NAMED_BARRIER, MULTIPROCESSORS, WARPGROUP
+
+BLOCKS = MULTIPROCESSORS
+"""Of the grid. They have to run at once: between the products they wait for each other."""
+ROWS = 8
+"""Token rows of a slot: the N side of wgmma."""
+SLOTS = 8
+"""At most of a block, one for each of the warps that look for them."""
+MOST_SLOTS = (SLOTS - 1) * BLOCKS
+"""Of all blocks: their ranges of slots overlap at the ends."""
+
+
+class Slots(NamedTuple):
+    """What a block notes in shared memory, int32; the fields lie one after the other.
+
+    Attributes:
+        experts: [8], of each of its slots.
+        pairs: [64], eight for each slot, numbers row * k + pick; -1 for none.
+        count: [1], of the slots of all blocks.
+    """
+
+    experts: Any
+    pairs: Any
+    count: Any
+
+
+SIZES = Slots(SLOTS, SLOTS * ROWS, 1)
+"""Of the fields."""
+
+
+def most_slots(pairs: int, experts: int) -> int:
+    """That so many pairs can take: one for each expert, and one for every eight of the others."""
+    begun = min(experts, pairs)
+    return begun + (pairs - begun) // ROWS
+
+
+def scratch_bytes(pairs: int, experts: int) -> int:
+    """Of shared memory that `sort` needs while it runs."""
+    return 4 * (experts + pairs)
+
+
+def sort(pairs: int, picks: int, experts: int, warpgroups: int) -> str:
+    """Sorts the live pairs, and notes the slots of this block; for all warpgroups together.
+
+    Slot number s is this block's number s - block * count // BLOCKS. A count for each expert gives its first slot; for
+    each of the block's slots a warp then goes through all pairs in their order and keeps those whose turn it is.
+
+    Operands: `picks`, int32 in global memory, what is no number of an expert being none; `live`, there, a byte for each
+    row; `block`, its number; `scratch` in shared memory, and the fields of `Slots`.
+
+    Args:
+        pairs: in all.
+        picks: of a row.
+        experts: E.
+        warpgroups: of a block.
+    """
+    threads, each = warpgroups * WARPGROUP, -(-experts // 32)
+    together = f"bar.sync {FIRST_NAMED_BARRIER}, {threads};"
+    lines = [
+        f"""
+        .reg .b32 thread, lane, warp, a, key, alive, pair, keys, own, ends, count, first, slot, rest, expert, leader;
+        .reg .b32 seen, there, before, place, at, used<{each}>; .reg .b64 from, byte; .reg .pred p, q, mine;
+        mov.u32 thread, %tid.x; and.b32 lane, thread, 31; shr.u32 warp, thread, 5;
+        add.u32 keys, $scratch, {4 * experts};
+        """
+    ]
+    for begin in range(0, experts, threads):
+        lines.append(
+            f"""
+            add.u32 a, thread, {begin}; setp.lt.u32 p, a, {experts}; mad.lo.u32 a, a, 4, $scratch;
+            mov.b32 key, 0; @p st.shared.u32 [a], key;
+            """
+        )
+    lines.append(
+        f"""
+        setp.lt.u32 p, thread, {SIZES.pairs}; mad.lo.u32 a, thread, 4, $pairs; mov.b32 key, -1;
+        @p st.shared.u32 [a], key; {together}
+        """
+    )
+    for begin in range(0, pairs, threads):
+        lines.append(
+            f"""
+            add.u32 pair, thread, {begin}; setp.lt.u32 p, pair, {pairs}; mov.b32 key, -1; mov.b32 alive, 0;
+            mul.wide.u32 byte, pair, 4; add.u64 from, $picks, byte; @p ld.global.u32 key, [from];
+            div.u32 a, pair, {picks}; cvt.u64.u32 byte, a; add.u64 from, $live, byte;
+            @p ld.global.u8 alive, [from]; setp.ne.u32 q, alive, 0; setp.lt.u32 mine, key, {experts};
+            and.pred mine, mine, q; selp.b32 key, key, -1, mine; mad.lo.u32 a, pair, 4, keys;
+            @p st.shared.u32 [a], key; mad.lo.u32 a, key, 4, $scratch; @mine red.shared.add.u32 [a], 1;
+            """
+        )
+    lines.append(f"{together} mov.b32 own, 0; mul.lo.u32 expert, lane, {each};")
+    for i in range(each):
+        lines.append(
+            f"""
+            add.u32 a, expert, {i}; setp.lt.u32 p, a, {experts}; mad.lo.u32 a, a, 4, $scratch; mov.b32 used{i}, 0;
+            @p ld.shared.u32 used{i}, [a]; add.u32 used{i}, used{i}, {ROWS - 1}; shr.u32 used{i}, used{i}, 3;
+            add.u32 own, own, used{i};
+            """
+        )
+    lines.append("mov.b32 ends, own;")
+    for distance in (1, 2, 4, 8, 16):
+        lines.append(
+            f"""
+            shfl.sync.up.b32 a, ends, {distance}, 0, 0xFFFFFFFF; setp.ge.u32 p, lane, {distance};
+            @p add.u32 ends, ends, a;
+            """
+        )
+    lines.append(
+        f"""
+        shfl.sync.idx.b32 count, ends, 31, 31, 0xFFFFFFFF; setp.eq.u32 p, thread, 0; @p st.shared.u32 [$count], count;
+        mul.lo.u32 first, $block, count; div.u32 first, first, {BLOCKS}; add.u32 slot, first, warp;
+        setp.lt.u32 p, warp, {SLOTS}; setp.lt.u32 q, slot, count; and.pred p, p, q; @!p bra DONE;
+        setp.lt.u32 p, slot, ends; vote.sync.ballot.b32 a, p, 0xFFFFFFFF; popc.b32 leader, a;
+        sub.u32 leader, 32, leader; sub.u32 rest, ends, own; sub.u32 rest, slot, rest; setp.eq.u32 p, 0, 0;
+        """  # the first lane beyond whose end the slot is not
+    )
+    for i in range(each):
+        lines.append(
+            f"""
+            setp.ge.u32 q, rest, used{i}; and.pred p, p, q;
+            @p sub.u32 rest, rest, used{i}; @p add.u32 expert, expert, 1;
+            """
+        )
+    lines.append(
+        f"""
+        shfl.sync.idx.b32 expert, expert, leader, 31, 0xFFFFFFFF; shfl.sync.idx.b32 rest, rest, leader, 31, 0xFFFFFFFF;
+        mad.lo.u32 a, warp, 4, $experts; setp.eq.u32 p, lane, 0; @p st.shared.u32 [a], expert;
+        mul.lo.u32 rest, rest, {ROWS}; mov.b32 seen, 0; mov.b32 pair, lane; mad.lo.u32 at, warp, {4 * ROWS}, $pairs;
+        mov.b32 before, 1; shl.b32 before, before, lane; sub.u32 before, before, 1;
+        NEXT:
+        mov.b32 key, -1; setp.lt.u32 p, pair, {pairs}; mad.lo.u32 a, pair, 4, keys; @p ld.shared.u32 key, [a];
+        setp.eq.u32 mine, key, expert; vote.sync.ballot.b32 there, mine, 0xFFFFFFFF;
+        and.b32 a, there, before; popc.b32 a, a; add.u32 place, seen, a; sub.u32 place, place, rest;
+        setp.lt.u32 p, place, {ROWS}; and.pred mine, mine, p; mad.lo.u32 a, place, 4, at;
+        @mine st.shared.u32 [a], pair; popc.b32 a, there; add.u32 seen, seen, a; add.u32 pair, pair, 32;
+        sub.u32 a, pair, lane; setp.lt.u32 p, a, {pairs}; @p bra NEXT;
+        DONE:
+        {together}
+        """
+    )
+    return "\n".join(lines)
