@@ -154,11 +154,11 @@ def _half(shape: Shape, first: bool) -> Callable[..., tuple[jax.Array]]:
 
 def _sorted(shape: Shape, picks: Any, live: Any, scratch: Sequence[Any]) -> Slots:
     """Has the pairs sorted; what the block has to know of them lies behind the notes."""
-    *_, notes, sums = scratch
+    *_, parts, notes, _ = scratch
     starts = accumulate((ptx.NOTES * WARPGROUPS, *SIZES))
     slots = Slots(*(notes.at[pl.ds(start, size)] for start, size in zip(starts, SIZES, strict=False)))
     block = sort(shape.pairs, shape.picks, shape.experts, WARPGROUPS)
-    hopper.run(block, picks=picks, live=live, block=lax.axis_index("block"), scratch=sums, **slots._asdict())
+    hopper.run(block, picks=picks, live=live, block=lax.axis_index("block"), scratch=parts, **slots._asdict())
     return slots
 
 
@@ -166,10 +166,10 @@ def _work(
     shape: Shape, first: bool, matrices: Sequence[Any], rows: Any, shares: Any, out: Any, slots: Slots, scratch: Any
 ) -> Work:
     """The first product or the second one, which share all memory but their barriers."""
-    weights, scales, *barriers, parts, notes, partial = scratch
+    weights, scales, *barriers, numbers, parts, notes, partial = scratch
     number = 0 if first else 1
     weights_there, scales_there = barriers[2 * number : 2 * number + 2]
-    memory = Memory(weights, scales[number], weights_there, scales_there, parts, notes, partial)
+    memory = Memory(weights, scales[number], weights_there, scales_there, numbers, parts, notes, partial)
     pairs = list(zip(matrices[::2], matrices[1::2], strict=True))
     return Work(products_of(shape)[number], pairs, rows, shares, out, slots, memory, _parts_bytes(shape))
 
@@ -199,9 +199,10 @@ def _kernel(body: Callable[..., None], shape: Shape, *outputs: int) -> Callable[
             plgpu.SMEM((places, TILE, CHUNK_BYTES), jnp.uint8, transforms=SWIZZLED),
             plgpu.RefUnion(*scales),
             *barriers,
+            plgpu.SMEM((WARPGROUPS * ptx.SCALES,), jnp.float32),
             plgpu.SMEM((WARPGROUPS, _parts_bytes(shape)), jnp.uint8),
             plgpu.SMEM((ptx.NOTES * WARPGROUPS + sum(SIZES),), jnp.int32),
-            plgpu.SMEM((2 * WARPGROUPS * ptx.ROWS, ptx.PITCH), jnp.float32),
+            plgpu.SMEM((WARPGROUPS * ptx.ROWS, ptx.PITCH), jnp.float32),
         ],
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup

@@ -23,7 +23,7 @@ PITCH = TILE + 4
 """Floats between two token rows of partial sums, so that a warp's stores meet no bank twice."""
 
 _SELECT = "0xE2"  # lop3: of its first operand the bits that the second one has, of the third the others
-_BATCH = 4  # groups whose products are under way while the next ones are decoded
+_BATCH = 2  # groups whose products are under way while the next ones are decoded
 _THREAD = "mov.u32 thread, %tid.x; and.b32 lane, thread, 31; shr.u32 warp, thread, 5; and.b32 warp, warp, 3;"
 
 
@@ -185,8 +185,10 @@ def _quantise(words: list[str]) -> str:
     return "\n".join(lines)
 
 
-CODES = 20
-"""Registers of a thread in which `read` leaves its weights of a chunk, eight each, and their scales, four each."""
+CODES = 2 * CHUNK_GROUPS
+"""Registers of a thread in which `read` leaves its weights of a chunk, eight each."""
+SCALES = TILE * CHUNK_GROUPS
+"""Float32 numbers that `read` notes for a warpgroup, the scales of a chunk."""
 
 
 def read(chunk: int, groups: int) -> str:
@@ -196,8 +198,10 @@ def read(chunk: int, groups: int) -> str:
     being the even columns, so that a weight is touched by one thread and once; and it is what ldmatrix gives, four
     matrices of eight rows by 16 bytes at once, of which a lane says where one row lies.
 
-    Operands: `weights` and `scales` in shared memory, rings of chunks and of tiles' scales, of which these are number
-    `place` and `scales_place`. Result: `codes`.
+    A warp also makes numbers of the scales of its rows, four a lane, in shared memory, where four lanes need each.
+
+    Operands: `weights` and `codes_of_scales` in shared memory, rings of chunks and of tiles' scales, of which these are
+    number `place` and `scales_place`; `scales`, there. Result: `codes`.
 
     Args:
         chunk: number of the chunk in the tile.
@@ -205,7 +209,7 @@ def read(chunk: int, groups: int) -> str:
     """
     lines = [
         f"""
-        .reg .b32 thread, lane, warp, row, of_row, group, base, a;
+        .reg .b32 thread, lane, warp, row, of_row, group, base, a, e<4>;
         {_THREAD} and.b32 of_row, lane, 7; and.b32 row, lane, 15; mad.lo.u32 row, warp, 16, row;
         mad.lo.u32 a, $place, {TILE}, row; mad.lo.u32 base, a, {CHUNK_BYTES}, $weights;
         shr.u32 group, lane, 4; xor.b32 group, group, of_row; mad.lo.u32 base, group, 16, base;
@@ -216,11 +220,17 @@ def read(chunk: int, groups: int) -> str:
         lines.append(f"xor.b32 a, base, {16 * group}; ldmatrix.sync.aligned.m8n8.x4.shared.b16 {four}, [a];")
     lines.append(
         f"""
-        shr.u32 a, lane, 2; mad.lo.u32 row, warp, 16, a;
-        mad.lo.u32 a, $scales_place, {TILE}, row; mad.lo.u32 a, a, {groups}, $scales;
-        ld.shared.v2.u32 {{$codes16, $codes17}}, [a + {chunk * CHUNK_GROUPS}];
-        ld.shared.v2.u32 {{$codes18, $codes19}}, [a + {chunk * CHUNK_GROUPS + 8 * groups}];
-        """
+        shr.u32 row, lane, 1; mad.lo.u32 row, warp, 16, row; and.b32 group, lane, 1;
+        mad.lo.u32 a, $scales_place, {TILE}, row; mad.lo.u32 a, a, {groups}, $codes_of_scales;
+        mad.lo.u32 a, group, 4, a; ld.shared.u32 e3, [a + {chunk * CHUNK_GROUPS}];
+        shl.b32 e0, e3, 23; shl.b32 e1, e3, 15; shl.b32 e2, e3, 7; shr.u32 e3, e3, 1;
+        """  # a code is the exponent field of its float32
+    )
+    lines += [f"and.b32 e{i}, e{i}, 0x7F800000;" for i in range(4)]
+    lines.append(
+        f"""
+        mad.lo.u32 a, thread, {4 * 4}, $scales; bar.warp.sync 0xFFFFFFFF; st.shared.v4.u32 [a], {{e0, e1, e2, e3}};
+        """  # those of the chunk before have been used
     )
     return "\n".join(lines)
 
@@ -228,13 +238,13 @@ def read(chunk: int, groups: int) -> str:
 def multiply(chunk: int, groups: int, parts_bytes: int, first: bool) -> str:
     """sums [64, 8] += chunk [64, 256] times the split rows, each group of 32 columns with its scale.
 
-    A group is one k step of wgmma with the weights in registers and a fresh accumulator; its float32 result is
-    multiplied with the group's scale and added. An e2m1 number becomes e4m3 by moving bits, exactly, as its value times
-    2^-6.
+    A group is one k step of wgmma with the weights in registers and a fresh accumulator, hi and lo being 16 columns of
+    one product; its float32 results are multiplied with the group's scale and added. An e2m1 number becomes e4m3 by
+    moving bits, exactly, as its value times 2^-6.
 
-    Operands: `codes`; `parts` as for `split`; `warpgroup`, its number, which the compiler has to know to be the same in
-    a whole warp, or it moves every descriptor to a uniform register by itself; `sums`, a result too, and an operand
-    unless `first`.
+    Operands: `codes`; `parts` as for `split`; `scales` as `read` notes them; `warpgroup`, its number, which the
+    compiler has to know to be the same in a whole warp, or it moves every descriptor to a uniform register by itself;
+    `sums`, a result too, and an operand unless `first`.
 
     Args:
         chunk, groups: as for `read`.
@@ -244,9 +254,10 @@ def multiply(chunk: int, groups: int, parts_bytes: int, first: bool) -> str:
     sets, batches = 2 * _BATCH, CHUNK_GROUPS // _BATCH
     lines = [
         f"""
-        .reg .b32 parts, a, b, low, e<2>, A<{4 * sets}>;
-        .reg .f32 f<2>, d<{4 * sets}>; .reg .b64 descriptor; .reg .pred no, yes;
-        setp.ne.b32 no, 0, 0; setp.eq.b32 yes, 0, 0;
+        .reg .b32 thread, parts, scales, a, b, low, A<{4 * sets}>;
+        .reg .f32 f<4>, d<{8 * sets}>; .reg .b64 descriptor; .reg .pred no;
+        mov.u32 thread, %tid.x; shr.u32 a, thread, 5; shl.b32 a, a, 4; bfe.u32 b, thread, 2, 3; add.u32 a, a, b;
+        mad.lo.u32 scales, a, {4 * CHUNK_GROUPS}, $scales; setp.ne.b32 no, 0, 0;
         mad.lo.u32 parts, $warpgroup, {parts_bytes}, $parts;
         add.u32 parts, parts, {chunk * CHUNK_GROUPS * GROUP * ROWS}; shr.u32 parts, parts, 4;
         """
@@ -282,31 +293,27 @@ def _decode(batch: int) -> str:
 def _products(batch: int, lo_offset: int) -> str:
     lines = ["wgmma.fence.sync.aligned;"]
     for group, set_ in _groups(batch):
-        sums, weights = (vector(f"{name}{4 * set_ + i}" for i in range(4)) for name in "dA")
-        for offset, add in ((0, "no"), (lo_offset, "yes")):
-            start = (group // 4 * 1024 + group % 4 * GROUP + offset) >> 4  # descriptors count in 16 bytes
-            lines.append(
-                f"""
-                add.u32 low, parts, {start}; mov.b64 descriptor, {{low, {1 << 30 | 1024 >> 4}}};
-                wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {sums}, {weights}, descriptor, {add}, 1, 1;
-                """
-            )
+        sums, weights = vector(f"d{8 * set_ + i}" for i in range(8)), vector(f"A{4 * set_ + i}" for i in range(4))
+        start = (group // 4 * 1024 + group % 4 * GROUP) >> 4  # descriptors count in 16 bytes
+        lines.append(
+            f"""
+            add.u32 low, parts, {start}; mov.b64 descriptor, {{low, {1 << 30 | lo_offset >> 4}}};
+            wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {sums}, {weights}, descriptor, no, 1, 1;
+            """
+        )
     lines.append("wgmma.commit_group.sync.aligned;")
     return "\n".join(lines)
 
 
 def _fold(batch: int, first: bool) -> str:
     lines = []
+    for half in (0, 1):
+        two = vector(f"f{2 * half + i}" for i in range(_BATCH))
+        lines.append(f"ld.shared.v2.f32 {two}, [scales + {4 * (8 * half * CHUNK_GROUPS + _BATCH * batch)}];")
     for group, set_ in _groups(batch):
-        for half in (0, 1):
-            shift = 23 - 8 * (group % 4)  # a scale's code is the exponent field of its float32
-            move = f"shl.b32 e{half}, $codes{16 + 2 * half + group // 4}, {shift};"
-            if shift < 0:
-                move = f"shr.u32 e{half}, $codes{16 + 2 * half + group // 4}, {-shift};"
-            lines.append(f"{move} and.b32 e{half}, e{half}, 0x7F800000; mov.b32 f{half}, e{half};")
-        for i in range(4):
-            term, sum_ = f"d{4 * set_ + i}, f{i // 2}", f"$sums{i}"
-            start = first and group == 0
+        for i in range(8):  # hi, then lo
+            term, sum_ = f"d{8 * set_ + i}, f{i % 4 // 2 * 2 + group % 2}", f"$sums{i % 4}"
+            start = first and group == 0 and i < 4
             lines.append(f"mul.f32 {sum_}, {term};" if start else f"fma.rn.f32 {sum_}, {term}, {sum_};")
     return "\n".join(lines)
 
@@ -314,8 +321,9 @@ def _fold(batch: int, first: bool) -> str:
 def finish(warpgroups: int, width: int, limit: float | None, rounded: bool = False) -> str:
     """Adds the warpgroups' sums of a tile in their order, and stores bfloat16 results.
 
-    Two buffers take turns. All warpgroups write their sums; the one whose turn it is waits for the others, adds up and
-    stores, while the others signal and go on. The sums of a thread are those of rows r and r+8 for tokens 2q and 2q+1.
+    All warpgroups write their sums; the one whose turn it is waits for the others, adds up and stores, while the others
+    signal and go on, until they have the next sums. The sums of a thread are those of rows r and r+8 for tokens 2q and
+    2q+1.
 
     Operands: `sums`; `count`, tiles of this block before; `partial` in shared memory; `notes` as for `split`; `tile`,
     its number in the slot; `out` in global memory, bfloat16 for every pair.
@@ -328,33 +336,32 @@ def finish(warpgroups: int, width: int, limit: float | None, rounded: bool = Fal
         rounded: gate and up are rounded to bfloat16 first, as where the official code stores them.
     """
     threads, buffer = warpgroups * WARPGROUP, 4 * ROWS * PITCH
+    there, free = FIRST_NAMED_BARRIER, FIRST_NAMED_BARRIER + 1
     rows, tokens = (TILE, 4) if limit is None else (TILE // 2, 2)  # of a tile's output, and of a thread
     values = ("h",) if limit is None else ("h", "u")
     lines = [
         f"""
-        .reg .b32 thread, lane, warp, warpgroup, notes, r, quarter, row, token, parity, ours, turn, bar, a, b, n;
+        .reg .b32 thread, lane, warp, warpgroup, notes, r, quarter, row, token, turn, bar, a, b, n;
         .reg .b32 pair<4>; .reg .f32 q, x<2>, h<4>, u<4>, share<4>; .reg .b64 byte, to<4>; .reg .b16 code;
         .reg .pred p, there<4>;
         {_THREAD}
         shr.u32 warpgroup, thread, 7; shr.u32 r, lane, 2; and.b32 quarter, lane, 3; mad.lo.u32 row, warp, 16, r;
-        and.b32 parity, $count, 1; mad.lo.u32 ours, parity, {warpgroups * buffer}, $partial;
         mad.lo.u32 notes, warpgroup, {4 * NOTES}, $notes; mad.lo.u32 a, quarter, 8, notes;
         ld.shared.v2.f32 {{x0, x1}}, [a + {4 * ROWS}];
-        setp.lt.u32 p, $count, 2; @p bra FREE;
-        sub.u32 turn, $count, 2; and.b32 turn, turn, {warpgroups - 1}; setp.eq.u32 p, turn, warpgroup; @p bra FREE;
-        add.u32 bar, parity, {FIRST_NAMED_BARRIER + 2}; bar.sync bar, {threads};
+        setp.eq.u32 p, $count, 0; @p bra FREE; sub.u32 bar, $count, 1;
+        and.b32 turn, bar, {warpgroups - 1}; setp.eq.u32 p, turn, warpgroup; @p bra FREE;
+        and.b32 bar, bar, 1; add.u32 bar, bar, {free}; bar.sync bar, {threads};
         FREE:
-        mad.lo.u32 a, warpgroup, {buffer}, ours; mad.lo.u32 a, row, 4, a; mad.lo.u32 a, quarter, {8 * PITCH}, a;
+        mad.lo.u32 a, warpgroup, {buffer}, $partial; mad.lo.u32 a, row, 4, a; mad.lo.u32 a, quarter, {8 * PITCH}, a;
         mul.f32 q, $sums0, x0; st.shared.f32 [a], q; mul.f32 q, $sums1, x1; st.shared.f32 [a + {4 * PITCH}], q;
         add.u32 a, a, 32;
         mul.f32 q, $sums2, x0; st.shared.f32 [a], q; mul.f32 q, $sums3, x1; st.shared.f32 [a + {4 * PITCH}], q;
-        add.u32 bar, parity, {FIRST_NAMED_BARRIER};
         and.b32 turn, $count, {warpgroups - 1}; setp.eq.u32 p, turn, warpgroup; @p bra MINE;
-        bar.arrive bar, {threads}; bra.uni DONE;
+        bar.arrive {there}, {threads}; bra.uni DONE;
         MINE:
         and.b32 a, thread, {WARPGROUP - 1}; and.b32 n, a, {rows - 1}; shr.u32 token, a, {rows.bit_length() - 1};
         mul.lo.u32 token, token, {tokens}; mad.lo.u32 notes, token, 4, notes;
-        """  # barrier bar: the sums are there; bar + 2: the buffer is free, which who added up knows by itself
+        """  # who added up knows that the memory is free and may be a tile ahead of the others: two barriers
     ]
     for i in range(tokens):
         lines.append(
@@ -366,7 +373,7 @@ def finish(warpgroups: int, width: int, limit: float | None, rounded: bool = Fal
         )
         if limit is not None:
             lines.append(f"ld.shared.f32 share{i}, [notes + {4 * (2 * ROWS + i)}];")
-    lines.append(f"mad.lo.u32 b, token, {4 * PITCH}, ours; mad.lo.u32 b, n, 4, b; bar.sync bar, {threads};")
+    lines.append(f"mad.lo.u32 b, token, {4 * PITCH}, $partial; mad.lo.u32 b, n, 4, b; bar.sync {there}, {threads};")
     for warpgroup in range(warpgroups):
         for i in range(tokens):
             for offset, value in zip((0, 4 * rows), values, strict=False):
@@ -375,7 +382,7 @@ def finish(warpgroups: int, width: int, limit: float | None, rounded: bool = Fal
                 lines.append(f"ld.shared.f32 {into}, [b + {address}];")
                 if warpgroup:
                     lines.append(f"add.f32 {value}{i}, {value}{i}, q;")
-    lines.append(f"add.u32 bar, bar, 2; bar.arrive bar, {threads};")
+    lines.append(f"and.b32 bar, $count, 1; add.u32 bar, bar, {free}; bar.arrive bar, {threads};")
     for i in range(tokens):
         if limit is not None:
             lines += [_round(f"h{i}"), _round(f"u{i}")] if rounded else []

@@ -112,6 +112,7 @@ class Memory(NamedTuple):
         weights: uint8 [places, 64, 128], chunks.
         scales: uint8 [places, 64, groups], of tiles.
         weights_there, scales_there: barriers of those places.
+        numbers: float32, scales of the chunk in work, see `ptx.read`.
         parts, notes: of the slot in work, see `ptx.split`.
         partial: float32, sums of the warpgroups, see `ptx.finish`.
     """
@@ -120,6 +121,7 @@ class Memory(NamedTuple):
     scales: Any
     weights_there: Any
     scales_there: Any
+    numbers: Any
     parts: Any
     notes: Any
     partial: Any
@@ -190,9 +192,8 @@ class Work:
 
     def fetch_first(self) -> None:
         """As many chunks as the ring takes."""
-        for ahead in range(self.product.tiles_ahead):
-            for chunk in range(self.product.chunks):
-                self.fetch(ahead, chunk)
+        for place in range(STAGES):
+            self.fetch(*divmod(place, self.product.chunks))
 
     def place(self, index: jax.Array | int, chunk: int) -> jax.Array:
         """In the ring of weights."""
@@ -254,8 +255,9 @@ class Work:
             {"codes": hopper.registers(ptx.CODES, jnp.uint32)},
             weights=(memory.weights, SWIZZLED),
             place=place,
-            scales=memory.scales,
+            codes_of_scales=memory.scales,
             scales_place=self.scales_place(index),
+            scales=memory.numbers,
         )
         hopper.warpgroup_barrier()
         return codes
@@ -265,7 +267,8 @@ class Work:
         block = ptx.multiply(chunk, self.product.groups, self.parts_bytes, sums is None)
         operands: dict[str, Any] = {} if sums is None else {"sums": sums}
         result = {"sums": hopper.registers(4, jnp.float32)}
-        (sums,) = hopper.run(block, result, codes=codes, parts=self.memory.parts, warpgroup=self.warpgroup, **operands)
+        operands |= {"parts": self.memory.parts, "scales": self.memory.numbers, "warpgroup": self.warpgroup}
+        (sums,) = hopper.run(block, result, codes=codes, **operands)
         return sums
 
 

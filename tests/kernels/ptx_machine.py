@@ -191,7 +191,7 @@ class Warpgroup:
                 self.products.commit()
             case "wgmma", "wait_group", *_:
                 self.products.wait(self._number(arguments[0]))
-            case ("fence", *_) | ("wgmma", "fence", *_):
+            case ("fence", *_) | ("wgmma", "fence", *_) | ("bar", "warp", "sync"):
                 pass
             case "shfl", "sync", kind, "b32":
                 assert whole_warps(mask)
