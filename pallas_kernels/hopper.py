@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 WARPGROUP = 128  # threads
 FIRST_NAMED_BARRIER = 9  # Mosaic uses 0 and, for each of up to eight warpgroups, the one after its number
+_GRID_BARRIER = 15  # the last one
 
 MULTIPROCESSORS = 132
 """Of an H100 (SXM), H200 or GH200: the blocks of a persistent grid, all of which run at once."""
@@ -84,26 +85,22 @@ def warpgroup_barrier() -> None:
     wait()
 
 
-def grid_arrive(barrier: Any) -> None:
-    """Counts this warpgroup, whose threads have met, in `barrier`, a 32-bit number in GMEM."""
+def grid_arrive(barrier: Any, threads: int) -> None:
+    """Counts this block in `barrier`, a 32-bit number in GMEM, once all of its threads are here."""
     text = f"""
-        .reg .b32 thread; .reg .pred leader;
-        mov.u32 thread, %tid.x; and.b32 thread, thread, {WARPGROUP - 1}; setp.eq.u32 leader, thread, 0;
-        @leader red.release.gpu.global.add.u32 [$barrier], 1;
+        .reg .b32 thread; .reg .pred leader; bar.sync {_GRID_BARRIER}, {threads};
+        mov.u32 thread, %tid.x; setp.eq.u32 leader, thread, 0; @leader red.release.gpu.global.add.u32 [$barrier], 1;
         """
     run(text, barrier=barrier)
 
 
-def grid_wait(barrier: Any, warpgroups: int) -> None:
-    """One thread waits until so many warpgroups have arrived at `barrier`; the others have to meet it afterwards.
-
-    All blocks of the grid have to run at once, or this waits for ever.
-    """
+def grid_wait(barrier: Any, blocks: int, threads: int) -> None:
+    """Waits until so many blocks have arrived at `barrier`. All of them have to run at once, or this waits for ever."""
     text = f"""
         .reg .b32 thread, seen; .reg .pred p;
-        mov.u32 thread, %tid.x; and.b32 thread, thread, {WARPGROUP - 1}; setp.ne.u32 p, thread, 0; @p bra DONE;
-        AGAIN: ld.acquire.gpu.global.u32 seen, [$barrier]; setp.lt.u32 p, seen, {warpgroups}; @p bra AGAIN;
-        DONE:
+        mov.u32 thread, %tid.x; setp.ne.u32 p, thread, 0; @p bra DONE;
+        AGAIN: ld.acquire.gpu.global.u32 seen, [$barrier]; setp.lt.u32 p, seen, {blocks}; @p bra AGAIN;
+        DONE: bar.sync {_GRID_BARRIER}, {threads};
         """
     run(text, barrier=barrier)
 

@@ -17,7 +17,17 @@ from pallas_kernels.mxfp4_experts import ptx
 from pallas_kernels.mxfp4_experts.ptx import CHUNK_BYTES, TILE
 from pallas_kernels.mxfp4_experts.reference import Matrices
 from pallas_kernels.mxfp4_experts.slots import BLOCKS, SIZES, Slots, sort
-from pallas_kernels.mxfp4_experts.work import STAGES, SWIZZLED, WARPGROUPS, Memory, Shape, Work, products_of
+from pallas_kernels.mxfp4_experts.work import (
+    EARLY,
+    STAGES,
+    SWIZZLED,
+    THREADS,
+    WARPGROUPS,
+    Memory,
+    Shape,
+    Work,
+    products_of,
+)
 
 MOST_PAIRS = 3072
 """By choice, those of 512 rows that pick six experts each: an expert is read once for every eight of its rows, and XLA
@@ -129,13 +139,10 @@ def layer(shape: Shape) -> Callable[..., tuple[jax.Array, jax.Array]]:
         work = _work(shape, True, matrices[:4], x, shares, hidden, slots, scratch)
         after = _work(shape, False, matrices[4:], hidden, shares, outputs, slots, scratch)
         work.run(jnp.int32(0))
-        hopper.warpgroup_barrier()
-        hopper.grid_arrive(barrier)
-        after.fetch_first()
-        hopper.grid_wait(barrier, BLOCKS * WARPGROUPS)
-        hopper.warpgroup_barrier()
-        after.split(after.load(after.slot(after.range[0])))
-        after.walk(work.range[1] - work.range[0])
+        hopper.grid_arrive(barrier, THREADS)
+        after.fetch_first(0, EARLY)
+        hopper.grid_wait(barrier, BLOCKS, THREADS)
+        after.run(work.range[1] - work.range[0], EARLY)
 
     return _kernel(body, shape, shape.hidden, shape.width)
 

@@ -17,8 +17,11 @@ from pallas_kernels.mxfp4_experts.ptx import CHUNK_BYTES, GROUP, TILE
 from pallas_kernels.mxfp4_experts.slots import BLOCKS, SLOTS, Slots
 
 WARPGROUPS = 4
+THREADS = WARPGROUPS * hopper.WARPGROUP
 STAGES = 4
 """Chunks of 8 KB that a warpgroup has under way: 128 KB of weights for a multiprocessor."""
+EARLY = 2
+"""Of them those of the second product that are asked for before all blocks have met."""
 SCALE_BYTES = 4096
 """Of a warpgroup: of two tiles of the largest width."""
 SWIZZLED: Any = (plgpu.TilingTransform((8, CHUNK_BYTES)), plgpu.SwizzleTransform(CHUNK_BYTES))  # type: ignore[abstract]
@@ -190,9 +193,9 @@ class Work:
                 source = payload.at[expert, here, pl.ds(column * CHUNK_BYTES, CHUNK_BYTES)]
                 plgpu.copy_gmem_to_smem(source, memory.weights.at[place, there], memory.weights_there.at[place])
 
-    def fetch_first(self) -> None:
-        """As many chunks as the ring takes."""
-        for place in range(STAGES):
+    def fetch_first(self, first: int, end: int) -> None:
+        """Of the chunks that the ring takes before any is used, some."""
+        for place in range(first, end):
             self.fetch(*divmod(place, self.product.chunks))
 
     def place(self, index: jax.Array | int, chunk: int) -> jax.Array:
@@ -219,15 +222,11 @@ class Work:
         hopper.run(block, loaded=loaded, parts=self.memory.parts, notes=self.memory.notes)
         hopper.warpgroup_barrier()
 
-    def run(self, count: jax.Array) -> None:
-        """From nothing to all tiles of the block; `count` tiles were done before."""
+    def run(self, count: jax.Array, fetched: int = 0) -> None:
+        """All tiles of the block; `count` tiles were done, and some chunks fetched, before."""
         loaded = self.load(self.slot(self.range[0]))  # before the weights, behind which it would wait for microseconds
-        self.fetch_first()
+        self.fetch_first(fetched, STAGES)
         self.split(loaded)
-        self.walk(count)
-
-    def walk(self, count: jax.Array) -> None:
-        """All tiles of the block, the rows of the first being in work and its weights under way."""
         product, (first, last) = self.product, self.range
 
         def one_tile(index: jax.Array, slot_before: jax.Array) -> jax.Array:
