@@ -237,6 +237,7 @@ def prompt_file(folder: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("quick")
 def test_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """One measurement of a model of three blocks, printed in every way, since it compiles four programs."""
     save(random_model(CONFIGS["two-streams"]), tmp_path / "model")

@@ -33,6 +33,7 @@ def flash(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("quick")
 def test_generate(folder: Path, dspark: Dspark) -> None:
     """One compilation serves both ways to give a prompt and both ways to print, so one test has them all."""
     as_json = ("--json", "--max-new-tokens", "24", "--checkpoint")

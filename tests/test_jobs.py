@@ -196,6 +196,7 @@ def test_numbers_that_json_lacks_become_null(reader: PromptReader, jobs: list[Jo
 # The command ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("quick")
 def test_dialogues_and_prompts_from_one_file(small: Path, lines: Lines, dspark: Dspark, tmp_path: Path) -> None:
     dialogue = [{"role": "user", "content": "w7 <think> w8"}]
     path = lines(

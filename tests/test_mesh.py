@@ -35,6 +35,8 @@ from pallas_kernels.mxfp4_experts import Matrices, mxfp4_experts
 from pallas_kernels.mxfp4_experts.reference import mxfp4_experts as reference
 from pallas_kernels.partition import Partition, map_rows
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 TINY_A = GOLDEN / "tiny-a"
 Tree = Any
 

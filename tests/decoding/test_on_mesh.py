@@ -12,6 +12,8 @@ from random_model import on_mesh, random_model
 import dspark_jax
 from dspark_jax import Model, ModelConfig, make_mesh
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 # A CSA layer, an HCA layer and a stage, of which everything divides by two.
 SMALL = ModelConfig.tiny(num_hidden_layers=2, compress_ratios=[4, 128, 0], dspark_target_layer_ids=[1])
 PROMPTS = [[5, 6, 7], list(range(40)), [9], [3, 1, 4, 1, 5, 9, 2, 6]]
@@ -19,7 +21,7 @@ TEMPERATURES, SEEDS, NEW_TOKENS = [0.0, 0.0, 0.9, 0.6], [0, 1, 2, 3], 24
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
+def model(quick: None) -> Model:
     return random_model(SMALL)
 
 

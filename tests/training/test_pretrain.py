@@ -26,6 +26,8 @@ from dspark_jax.training.tiny_v4.train_target import Budget, steps_that_fit, wri
 from pallas_kernels.hyper_connection import split_mixes
 from pallas_kernels.precision import contract
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 CONFIG = ModelConfig.tiny(
     num_hidden_layers=1,
     num_hash_layers=0,
@@ -39,7 +41,7 @@ PLAN = Plan(batch=2, row_tokens=24, peak=1e-2, warm_up=4)
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
+def model(quick: None) -> Model:
     return initial_model(CONFIG, PRESETS["bfloat16"], seed=1)
 
 
