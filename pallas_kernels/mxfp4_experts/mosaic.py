@@ -42,16 +42,16 @@ WIDTH_STEP = 2048
 
 def refusal(x: jax.Array, picks: jax.Array, experts: Matrices) -> str | None:
     """Why the kernel does not take x [..., d] and picks [..., k], as a clause; None if it does."""
-    if not all(isinstance(matrix, BlockScaled) for matrix in experts):
-        return "it takes packed experts, and these are in training or not packed"
+    if not all(isinstance(matrix, BlockScaled) and matrix.format == "e2m1" for matrix in experts):
+        return "it takes experts that are packed as e2m1, and these are in training or not packed so"
     if x.dtype != jnp.bfloat16:
         return f"activations are {x.dtype}, not bfloat16"
     count, hidden, width = experts.gate.shape
     for name, size in (("activations", width), ("hidden vectors", hidden)):
         if size % WIDTH_STEP or size > LARGEST_WIDTH:
             return f"{name} have {size} channels, and the kernel takes multiples of {WIDTH_STEP} up to {LARGEST_WIDTH}"
-    if picks.size > MOST_PAIRS:
-        return f"these are {picks.size} pairs of a row and an expert, and it takes up to {MOST_PAIRS}"
+    if not 1 <= picks.size <= MOST_PAIRS:
+        return f"these are {picks.size} pairs of a row and an expert, and it takes 1 to {MOST_PAIRS}"
     if count > MOST_EXPERTS:
         return f"there are {count} experts, and it takes up to {MOST_EXPERTS}"
     return None
@@ -105,8 +105,8 @@ def down(hidden: jax.Array, picks: jax.Array, live: jax.Array, experts: Matrices
 
 
 def _flat(picks: jax.Array, live: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As the kernel takes them."""
-    return picks.reshape(-1), live, weights.reshape(-1)
+    """As the kernel takes them, which reads their bytes whatever their dtype."""
+    return picks.reshape(-1).astype(jnp.int32), live, weights.reshape(-1).astype(jnp.float32)
 
 
 def _arrays(*matrices: Matrix) -> list[jax.Array]:

@@ -1,5 +1,6 @@
 """The layer of experts: slots by brute force, its kernel on a machine of ours against float64, and as an operation."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh
 
 from pallas_kernels import hopper
-from pallas_kernels.block_scaled import BlockScaled, Master
+from pallas_kernels.block_scaled import BlockScaled, Master, Matrix
 from pallas_kernels.fake_quant import fake_e4m3
 from pallas_kernels.mxfp4_experts import Matrices, mosaic, mxfp4_experts, ptx, reference, slots, work
 from pallas_kernels.partition import Partition
@@ -261,6 +262,18 @@ class TestKernel:
         assert error(got[there], want[there]) < KERNEL
         assert (got[~there].view(np.uint16) == 0xFFFF).all()
 
+    def test_reads_picks_and_weights_as_numbers(self, random) -> None:
+        rows, experts = rows_of(random, [[1, 0], [0, 1]], 2048), matrices(random, 2, 2048, 128)
+        coarse = rows._replace(picks=rows.picks.astype(jnp.int8), weights=rows.weights.astype(jnp.bfloat16))
+        same = rows._replace(weights=coarse.weights.astype(jnp.float32))
+        np.testing.assert_array_equal(gate_up(*coarse, experts, LIMIT), gate_up(*same, experts, LIMIT))
+
+    def test_a_block_goes_through_eight_slots(self, random) -> None:
+        """The second of three blocks: of twenty from the seventh to the fourteenth, of these two not all tiles."""
+        rows, experts = rows_of(random, [[expert] for expert in range(20)], 2048), matrices(random, 20, 2048, 128)
+        got, want = of_pairs(gate_up(*rows, experts, LIMIT), rows), hidden_of(rows, *map(numbers, experts[:2]))
+        assert error(got, want) < KERNEL
+
     def test_all_codes_and_extreme_scales(self, random) -> None:
         hidden, experts = extremes(random, 256)
         check_extremes(down(hidden, jnp.zeros((2, 1), jnp.int32), jnp.ones(2, bool), experts), hidden, experts)
@@ -288,6 +301,7 @@ class TestKernel:
             ("split", "xor.b32 piece, piece, row;", ""),  # rows without their swizzle
             ("read", "shl.b32 e1, e3, 15;", "shl.b32 e1, e3, 23;"),  # some groups with the scales of others
             ("finish", "bar.sync 9, 512;", "bar.arrive 9, 512;"),  # nobody waits for the other warpgroups
+            ("multiply", f"{1 << 30 | 4096 >> 4}", f"{1 << 30 | 1024 >> 4}"),  # parts are sought where others lie
         ],
     )
     def test_would_see_a_fault(self, random, monkeypatch, name: str, right: str, wrong: str) -> None:
@@ -323,11 +337,13 @@ class TestLayer:
 # The operation -------------------------------------------------------------------------------------------------------
 
 
-def abstract(rows: int, dtype: Any = jnp.bfloat16, width: int = 4096, hidden: int = 2048, picks: int = 6) -> list[Any]:
-    """x, picks, weights, live and 256 experts, as in Flash."""
+def abstract(
+    rows: int, dtype: Any = jnp.bfloat16, width: int = 4096, hidden: int = 2048, picks: int = 6, count: int = 256
+) -> list[Any]:
+    """x, picks, weights, live and experts, by default as in Flash."""
 
     def stack(out: int, columns: int) -> BlockScaled:
-        shapes = (256, out, columns // 2), (256, out, columns // 32)
+        shapes = (count, out, columns // 2), (count, out, columns // 32)
         return BlockScaled(*(jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes), "e2m1")
 
     kinds = [((rows, width), dtype), ((rows, picks), jnp.int32), ((rows, picks), jnp.float32), ((rows,), jnp.bool)]
@@ -346,7 +362,9 @@ class TestOperation:
             ),
             (abstract(6, width=6144), "activations have 6144 channels"),
             (abstract(6, hidden=3072), "hidden vectors have 3072 channels"),
-            (abstract(513), "these are 3078 pairs of a row and an expert, and it takes up to 3072"),
+            (abstract(513), "these are 3078 pairs of a row and an expert, and it takes 1 to 3072"),
+            (abstract(0), "these are 0 pairs"),
+            (abstract(6, count=513), "there are 513 experts, and it takes up to 512"),
         ],
     )
     def test_says_why_the_kernel_is_not_for_it(self, operands: list[Any], reason: str) -> None:
@@ -354,11 +372,23 @@ class TestOperation:
             jax.eval_shape(partial(mxfp4_experts, limit=LIMIT, implementation="mosaic"), *operands)
         assert jax.eval_shape(partial(mxfp4_experts, limit=LIMIT), *operands).shape == operands[0].shape
 
-    def test_experts_in_training_have_no_kernel(self) -> None:
+    @pytest.mark.parametrize(
+        "kind",
+        [
+            lambda shape: Master(jax.ShapeDtypeStruct(shape, jnp.float32), "e2m1"),
+            lambda shape: BlockScaled(
+                jax.ShapeDtypeStruct(shape, jnp.uint8),
+                jax.ShapeDtypeStruct((shape[0], shape[1] // 128, shape[2] // 128), jnp.uint8),
+                "e4m3",
+            ),
+        ],
+        ids=["in training", "e4m3"],
+    )
+    def test_experts_that_are_not_packed_so_have_no_kernel(self, kind: Callable[[tuple[int, ...]], Matrix]) -> None:
         *rows, experts = abstract(6)
-        masters = Matrices(*(Master(jax.ShapeDtypeStruct(e.shape, jnp.float32), "e2m1") for e in experts))
-        with pytest.raises(ValueError, match="it takes packed experts, and these are in training"):
-            jax.eval_shape(partial(mxfp4_experts, limit=LIMIT, implementation="mosaic"), *rows, masters)
+        others = Matrices(*(kind(matrix.shape) for matrix in experts))
+        with pytest.raises(ValueError, match="it takes experts that are packed as e2m1, and these are in training"):
+            jax.eval_shape(partial(mxfp4_experts, limit=LIMIT, implementation="mosaic"), *rows, others)
 
     @pytest.mark.parametrize("quantised", [False, True])
     def test_through_xla_is_the_reference(self, random, quantised: bool) -> None:
