@@ -206,7 +206,7 @@ def _kernel(body: Callable[..., None], shape: Shape, *outputs: int) -> Callable[
             plgpu.SMEM((places, TILE, CHUNK_BYTES), jnp.uint8, transforms=SWIZZLED),
             plgpu.RefUnion(*scales),
             *barriers,
-            plgpu.SMEM((WARPGROUPS * ptx.SCALES,), jnp.float32),
+            plgpu.SMEM((WARPGROUPS * ptx.NUMBERS,), jnp.float32),
             plgpu.SMEM((WARPGROUPS, _parts_bytes(shape)), jnp.uint8),
             plgpu.SMEM((ptx.NOTES * WARPGROUPS + sum(SIZES),), jnp.int32),
             plgpu.SMEM((WARPGROUPS * ptx.ROWS, ptx.PITCH), jnp.float32),

@@ -7,7 +7,7 @@ applies what follows a product. How numbers lie in registers and in shared memor
 
 import math
 
-from pallas_kernels.hopper import FIRST_NAMED_BARRIER, WARPGROUP, float32, vector
+from pallas_kernels.hopper import FIRST_NAMED_BARRIER, WARPGROUP, descriptor, float32, vector
 from pallas_kernels.mxfp4_experts.slots import ROWS
 
 TILE = 64
@@ -187,8 +187,8 @@ def _quantise(words: list[str]) -> str:
 
 CODES = 2 * CHUNK_GROUPS
 """Registers of a thread in which `read` leaves its weights of a chunk, eight each."""
-SCALES = TILE * CHUNK_GROUPS
-"""Float32 numbers that `read` notes for a warpgroup, the scales of a chunk."""
+NUMBERS = TILE * CHUNK_GROUPS
+"""Float32, that `read` makes for a warpgroup of the scales of a chunk."""
 
 
 def read(chunk: int, groups: int) -> str:
@@ -200,8 +200,8 @@ def read(chunk: int, groups: int) -> str:
 
     A warp also makes numbers of the scales of its rows, four a lane, in shared memory, where four lanes need each.
 
-    Operands: `weights` and `codes_of_scales` in shared memory, rings of chunks and of tiles' scales, of which these are
-    number `place` and `scales_place`; `scales`, there. Result: `codes`.
+    Operands: `weights` and `scales` in shared memory, rings of chunks and of tiles' scales, of which these are number
+    `place` and `scales_place`; `numbers`, there. Result: `codes`.
 
     Args:
         chunk: number of the chunk in the tile.
@@ -221,7 +221,7 @@ def read(chunk: int, groups: int) -> str:
     lines.append(
         f"""
         shr.u32 row, lane, 1; mad.lo.u32 row, warp, 16, row; and.b32 group, lane, 1;
-        mad.lo.u32 a, $scales_place, {TILE}, row; mad.lo.u32 a, a, {groups}, $codes_of_scales;
+        mad.lo.u32 a, $scales_place, {TILE}, row; mad.lo.u32 a, a, {groups}, $scales;
         mad.lo.u32 a, group, 4, a; ld.shared.u32 e3, [a + {chunk * CHUNK_GROUPS}];
         shl.b32 e0, e3, 23; shl.b32 e1, e3, 15; shl.b32 e2, e3, 7; shr.u32 e3, e3, 1;
         """  # a code is the exponent field of its float32
@@ -229,8 +229,8 @@ def read(chunk: int, groups: int) -> str:
     lines += [f"and.b32 e{i}, e{i}, 0x7F800000;" for i in range(4)]
     lines.append(
         f"""
-        mad.lo.u32 a, thread, {4 * 4}, $scales; bar.warp.sync 0xFFFFFFFF; st.shared.v4.u32 [a], {{e0, e1, e2, e3}};
-        """  # those of the chunk before have been used
+        mad.lo.u32 a, thread, {4 * 4}, $numbers; bar.warp.sync 0xFFFFFFFF; st.shared.v4.u32 [a], {{e0, e1, e2, e3}};
+        """  # no sooner than all lanes have used those of the chunk before
     )
     return "\n".join(lines)
 
@@ -242,7 +242,7 @@ def multiply(chunk: int, groups: int, parts_bytes: int, first: bool) -> str:
     one product; its float32 results are multiplied with the group's scale and added. An e2m1 number becomes e4m3 by
     moving bits, exactly, as its value times 2^-6.
 
-    Operands: `codes`; `parts` as for `split`; `scales` as `read` notes them; `warpgroup`, its number, which the
+    Operands: `codes` and `numbers` as `read` leaves them; `parts` as for `split`; `warpgroup`, its number, which the
     compiler has to know to be the same in a whole warp, or it moves every descriptor to a uniform register by itself;
     `sums`, a result too, and an operand unless `first`.
 
@@ -255,9 +255,9 @@ def multiply(chunk: int, groups: int, parts_bytes: int, first: bool) -> str:
     lines = [
         f"""
         .reg .b32 thread, parts, scales, a, b, low, A<{4 * sets}>;
-        .reg .f32 f<4>, d<{8 * sets}>; .reg .b64 descriptor; .reg .pred no;
+        .reg .f32 f<{2 * _BATCH}>, d<{8 * sets}>; .reg .b64 descriptor; .reg .pred no;
         mov.u32 thread, %tid.x; shr.u32 a, thread, 5; shl.b32 a, a, 4; bfe.u32 b, thread, 2, 3; add.u32 a, a, b;
-        mad.lo.u32 scales, a, {4 * CHUNK_GROUPS}, $scales; setp.ne.b32 no, 0, 0;
+        mad.lo.u32 scales, a, {4 * CHUNK_GROUPS}, $numbers; setp.ne.b32 no, 0, 0;
         mad.lo.u32 parts, $warpgroup, {parts_bytes}, $parts;
         add.u32 parts, parts, {chunk * CHUNK_GROUPS * GROUP * ROWS}; shr.u32 parts, parts, 4;
         """
@@ -292,12 +292,13 @@ def _decode(batch: int) -> str:
 
 def _products(batch: int, lo_offset: int) -> str:
     lines = ["wgmma.fence.sync.aligned;"]
+    high = descriptor(leading_bytes=0, stride_bytes=lo_offset, swizzle_bytes=128) >> 32
     for group, set_ in _groups(batch):
         sums, weights = vector(f"d{8 * set_ + i}" for i in range(8)), vector(f"A{4 * set_ + i}" for i in range(4))
         start = (group // 4 * 1024 + group % 4 * GROUP) >> 4  # descriptors count in 16 bytes
         lines.append(
             f"""
-            add.u32 low, parts, {start}; mov.b64 descriptor, {{low, {1 << 30 | lo_offset >> 4}}};
+            add.u32 low, parts, {start}; mov.b64 descriptor, {{low, {high}}};
             wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {sums}, {weights}, descriptor, no, 1, 1;
             """
         )
@@ -308,11 +309,11 @@ def _products(batch: int, lo_offset: int) -> str:
 def _fold(batch: int, first: bool) -> str:
     lines = []
     for half in (0, 1):
-        two = vector(f"f{2 * half + i}" for i in range(_BATCH))
-        lines.append(f"ld.shared.v2.f32 {two}, [scales + {4 * (8 * half * CHUNK_GROUPS + _BATCH * batch)}];")
+        factors = vector(f"f{_BATCH * half + i}" for i in range(_BATCH))
+        lines.append(f"ld.shared.v{_BATCH}.f32 {factors}, [scales + {4 * (8 * half * CHUNK_GROUPS + _BATCH * batch)}];")
     for group, set_ in _groups(batch):
         for i in range(8):  # hi, then lo
-            term, sum_ = f"d{8 * set_ + i}, f{i % 4 // 2 * 2 + group % 2}", f"$sums{i % 4}"
+            term, sum_ = f"d{8 * set_ + i}, f{i % 4 // 2 * _BATCH + group % _BATCH}", f"$sums{i % 4}"
             start = first and group == 0 and i < 4
             lines.append(f"mul.f32 {sum_}, {term};" if start else f"fma.rn.f32 {sum_}, {term}, {sum_};")
     return "\n".join(lines)
@@ -323,7 +324,7 @@ def finish(warpgroups: int, width: int, limit: float | None, rounded: bool = Fal
 
     All warpgroups write their sums; the one whose turn it is waits for the others, adds up and stores, while the others
     signal and go on, until they have the next sums. The sums of a thread are those of rows r and r+8 for tokens 2q and
-    2q+1.
+    2q+1. Between two tiles the threads of a warpgroup have to meet.
 
     Operands: `sums`; `count`, tiles of this block before; `partial` in shared memory; `notes` as for `split`; `tile`,
     its number in the slot; `out` in global memory, bfloat16 for every pair.

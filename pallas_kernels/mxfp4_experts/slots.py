@@ -181,4 +181,4 @@ def _keep(pairs: int) -> Iterator[str]:
             add.u32 place, pair, {32 * i}; @mine st.shared.u32 [a], place;
             popc.b32 a, there; add.u32 seen, seen, a;
             """
-    yield (f"add.u32 pair, pair, {32 * _AT_ONCE}; sub.u32 a, pair, lane; setp.lt.u32 p, a, {pairs}; @p bra NEXT;")
+    yield f"add.u32 pair, pair, {32 * _AT_ONCE}; sub.u32 a, pair, lane; setp.lt.u32 p, a, {pairs}; @p bra NEXT;"

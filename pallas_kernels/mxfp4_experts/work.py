@@ -115,7 +115,7 @@ class Memory(NamedTuple):
         weights: uint8 [places, 64, 128], chunks.
         scales: uint8 [places, 64, groups], of tiles.
         weights_there, scales_there: barriers of those places.
-        numbers: float32, scales of the chunk in work, see `ptx.read`.
+        numbers: float32, the scales of the chunk in work, see `ptx.read`.
         parts, notes: of the slot in work, see `ptx.split`.
         partial: float32, sums of the warpgroups, see `ptx.finish`.
     """
@@ -246,7 +246,7 @@ class Work:
         lax.fori_loop(0, last - first, one_tile, self.slot(first))
 
     def read(self, index: jax.Array, chunk: int) -> jax.Array:
-        """A chunk, whose place is free afterwards."""
+        """A chunk, whose place is free afterwards; its scales are the numbers in work."""
         memory, place = self.memory, self.place(index, chunk)
         plgpu.barrier_wait(memory.weights_there.at[place])
         (codes,) = hopper.run(
@@ -254,11 +254,11 @@ class Work:
             {"codes": hopper.registers(ptx.CODES, jnp.uint32)},
             weights=(memory.weights, SWIZZLED),
             place=place,
-            codes_of_scales=memory.scales,
+            scales=memory.scales,
             scales_place=self.scales_place(index),
-            scales=memory.numbers,
+            numbers=memory.numbers,
         )
-        hopper.warpgroup_barrier()
+        hopper.warpgroup_barrier()  # for its place, for the numbers, and for `ptx.finish`
         return codes
 
     def multiply(self, codes: jax.Array, chunk: int, sums: jax.Array | None) -> jax.Array:
@@ -266,7 +266,7 @@ class Work:
         block = ptx.multiply(chunk, self.product.groups, self.parts_bytes, sums is None)
         operands: dict[str, Any] = {} if sums is None else {"sums": sums}
         result = {"sums": hopper.registers(4, jnp.float32)}
-        operands |= {"parts": self.memory.parts, "scales": self.memory.numbers, "warpgroup": self.warpgroup}
+        operands |= {"parts": self.memory.parts, "numbers": self.memory.numbers, "warpgroup": self.warpgroup}
         (sums,) = hopper.run(block, result, codes=codes, **operands)
         return sums
 
