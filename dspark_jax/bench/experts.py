@@ -113,7 +113,7 @@ class GateUp(_ExpertsCase):
 
     def apply(self, x: jax.Array, operands: Group, implementation: Implementation) -> jax.Array:
         """The kernel's half; XLA runs the reference."""
-        refused = refusal(x, operands.weights, operands.experts)
+        refused = refusal(x, operands.picks, operands.experts)
         if choose(implementation, self.operation, refused) == "xla":
             return self.reference(x, operands)
         experts, _, weights, picks, live = operands
@@ -148,7 +148,7 @@ class Down(_ExpertsCase):
 
     def apply(self, x: jax.Array, operands: Group, implementation: Implementation) -> jax.Array:
         """The kernel's half; XLA runs the reference."""
-        refused = refusal(x, operands.weights, operands.experts)
+        refused = refusal(x, operands.picks, operands.experts)
         if choose(implementation, self.operation, refused) == "xla":
             return self.reference(x, operands)
         experts, _, _, picks, live = operands

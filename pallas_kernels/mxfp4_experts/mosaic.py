@@ -35,7 +35,7 @@ decodes it once."""
 MOST_EXPERTS = 512
 """By choice: with the most pairs, slots and what it takes to sort them have room to spare."""
 LARGEST_WIDTH = 4096
-"""Columns whose two parts fit into shared memory beside the weights."""
+"""Columns whose two parts fit into shared memory beside the weights; nothing is left of its 227 KB then."""
 WIDTH_STEP = 2048
 """Columns of which each warpgroup has two chunks: fewer scales than theirs do not make the 16 bytes of a TMA copy."""
 

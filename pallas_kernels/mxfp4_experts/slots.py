@@ -22,7 +22,7 @@ _AT_ONCE = 4  # pairs of a lane, whose loads do not wait for each other
 
 
 class Slots(NamedTuple):
-    """What a block notes in shared memory, int32; the fields lie one after the other.
+    """What a block notes in shared memory, int32.
 
     Attributes:
         experts: [8], of each of its slots.

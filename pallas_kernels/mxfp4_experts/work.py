@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper
 from pallas_kernels.mxfp4_experts import ptx
 from pallas_kernels.mxfp4_experts.ptx import CHUNK_BYTES, GROUP, TILE
-from pallas_kernels.mxfp4_experts.slots import BLOCKS, SLOTS, Slots
+from pallas_kernels.mxfp4_experts.slots import BLOCKS, Slots
 
 WARPGROUPS = 4
 THREADS = WARPGROUPS * hopper.WARPGROUP
@@ -166,9 +166,8 @@ class Work:
         return _div(block * tiles, BLOCKS), _div((block + 1) * tiles, BLOCKS)
 
     def slot(self, tile: jax.Array) -> jax.Array:
-        """Of a tile, a number of the block's own; there is one, too, for tiles beyond its last."""
-        first = _div(self.range[0], self.product.tiles)
-        return jnp.minimum(_div(tile, self.product.tiles) - first, SLOTS - 1)
+        """Of a tile of the block, by the block's own numbers, which begin at 0."""
+        return _div(tile, self.product.tiles) - _div(self.range[0], self.product.tiles)
 
     def expert(self, tile: jax.Array) -> jax.Array:
         """Of a tile."""
@@ -224,7 +223,7 @@ class Work:
 
     def run(self, count: jax.Array, fetched: int = 0) -> None:
         """All tiles of the block; `count` tiles were done, and some chunks fetched, before."""
-        loaded = self.load(self.slot(self.range[0]))  # before the weights, behind which it would wait for microseconds
+        loaded = self.load(jnp.int32(0))  # before the weights, behind which it would wait for microseconds
         self.fetch_first(fetched, STAGES)
         self.split(loaded)
         product, (first, last) = self.product, self.range
@@ -243,7 +242,7 @@ class Work:
             hopper.run(block, sums=sums, partial=self.memory.partial, notes=self.memory.notes, out=self.out, **numbers)
             return slot
 
-        lax.fori_loop(0, last - first, one_tile, self.slot(first))
+        lax.fori_loop(0, last - first, one_tile, jnp.int32(0))
 
     def read(self, index: jax.Array, chunk: int) -> jax.Array:
         """A chunk, whose place is free afterwards; its scales are the numbers in work."""
