@@ -6,6 +6,7 @@ applies what follows a product. How numbers lie in registers and in shared memor
 """
 
 import math
+from collections.abc import Iterator
 
 from pallas_kernels.hopper import FIRST_NAMED_BARRIER, WARPGROUP, descriptor, float32, vector
 from pallas_kernels.mxfp4_experts.slots import ROWS
@@ -22,6 +23,7 @@ NOTES = 3 * ROWS
 PITCH = TILE + 4
 """Floats between two token rows of partial sums, so that a warp's stores meet no bank twice."""
 
+_PARTIAL = 4 * ROWS * PITCH  # bytes, of the partial sums of a warpgroup
 _SELECT = "0xE2"  # lop3: of its first operand the bits that the second one has, of the third the others
 _BATCH = 2  # groups whose products are under way while the next ones are decoded
 _THREAD = "mov.u32 thread, %tid.x; and.b32 lane, thread, 31; shr.u32 warp, thread, 5; and.b32 warp, warp, 3;"
@@ -336,10 +338,9 @@ def finish(warpgroups: int, width: int, limit: float | None, rounded: bool = Fal
             for a plain product.
         rounded: gate and up are rounded to bfloat16 first, as where the official code stores them.
     """
-    threads, buffer = warpgroups * WARPGROUP, 4 * ROWS * PITCH
+    threads = warpgroups * WARPGROUP
     there, free = FIRST_NAMED_BARRIER, FIRST_NAMED_BARRIER + 1
     rows, tokens = (TILE, 4) if limit is None else (TILE // 2, 2)  # of a tile's output, and of a thread
-    values = ("h",) if limit is None else ("h", "u")
     lines = [
         f"""
         .reg .b32 thread, lane, warp, warpgroup, notes, r, quarter, row, token, turn, bar, a, b, n;
@@ -353,7 +354,7 @@ def finish(warpgroups: int, width: int, limit: float | None, rounded: bool = Fal
         and.b32 turn, bar, {warpgroups - 1}; setp.eq.u32 p, turn, warpgroup; @p bra FREE;
         and.b32 bar, bar, 1; add.u32 bar, bar, {free}; bar.sync bar, {threads};
         FREE:
-        mad.lo.u32 a, warpgroup, {buffer}, $partial; mad.lo.u32 a, row, 4, a; mad.lo.u32 a, quarter, {8 * PITCH}, a;
+        mad.lo.u32 a, warpgroup, {_PARTIAL}, $partial; mad.lo.u32 a, row, 4, a; mad.lo.u32 a, quarter, {8 * PITCH}, a;
         mul.f32 q, $sums0, x0; st.shared.f32 [a], q; mul.f32 q, $sums1, x1; st.shared.f32 [a + {4 * PITCH}], q;
         add.u32 a, a, 32;
         mul.f32 q, $sums2, x0; st.shared.f32 [a], q; mul.f32 q, $sums3, x1; st.shared.f32 [a + {4 * PITCH}], q;
@@ -364,25 +365,9 @@ def finish(warpgroups: int, width: int, limit: float | None, rounded: bool = Fal
         mul.lo.u32 token, token, {tokens}; mad.lo.u32 notes, token, 4, notes;
         """  # who added up knows that the memory is free and may be a tile ahead of the others: two barriers
     ]
-    for i in range(tokens):
-        lines.append(
-            f"""
-            ld.shared.u32 pair{i}, [notes + {4 * i}]; setp.ge.s32 there{i}, pair{i}, 0;
-            mad.lo.u32 a, pair{i}, {width}, n; mad.lo.u32 a, $tile, {rows}, a; mul.wide.u32 byte, a, 2;
-            add.u64 to{i}, $out, byte;
-            """
-        )
-        if limit is not None:
-            lines.append(f"ld.shared.f32 share{i}, [notes + {4 * (2 * ROWS + i)}];")
+    lines += _results(tokens, rows, width, limit is not None)
     lines.append(f"mad.lo.u32 b, token, {4 * PITCH}, $partial; mad.lo.u32 b, n, 4, b; bar.sync {there}, {threads};")
-    for warpgroup in range(warpgroups):
-        for i in range(tokens):
-            for offset, value in zip((0, 4 * rows), values, strict=False):
-                address = warpgroup * buffer + 4 * PITCH * i + offset
-                into = "q" if warpgroup else f"{value}{i}"
-                lines.append(f"ld.shared.f32 {into}, [b + {address}];")
-                if warpgroup:
-                    lines.append(f"add.f32 {value}{i}, {value}{i}, q;")
+    lines += _add(warpgroups, tokens, {"h": 0} if limit is None else {"h": 0, "u": 4 * rows})
     lines.append(f"and.b32 bar, $count, 1; add.u32 bar, bar, {free}; bar.arrive bar, {threads};")
     for i in range(tokens):
         if limit is not None:
@@ -391,6 +376,29 @@ def finish(warpgroups: int, width: int, limit: float | None, rounded: bool = Fal
         lines.append(f"cvt.rn.bf16.f32 code, h{i}; @there{i} st.global.b16 [to{i}], code;")
     lines.append("DONE:")
     return "\n".join(lines)
+
+
+def _results(tokens: int, rows: int, width: int, shared: bool) -> Iterator[str]:
+    """to = where a thread's results belong, there = whether they are wanted, and share = that of their pair."""
+    for i in range(tokens):
+        yield f"""
+            ld.shared.u32 pair{i}, [notes + {4 * i}]; setp.ge.s32 there{i}, pair{i}, 0;
+            mad.lo.u32 a, pair{i}, {width}, n; mad.lo.u32 a, $tile, {rows}, a; mul.wide.u32 byte, a, 2;
+            add.u64 to{i}, $out, byte;
+            """
+        if shared:
+            yield f"ld.shared.f32 share{i}, [notes + {4 * (2 * ROWS + i)}];"
+
+
+def _add(warpgroups: int, tokens: int, values: dict[str, int]) -> Iterator[str]:
+    """A thread's values, by name with their byte in a token row, over the warpgroups in their order."""
+    for warpgroup in range(warpgroups):
+        for i in range(tokens):
+            for value, byte in values.items():
+                into = "q" if warpgroup else f"{value}{i}"
+                yield f"ld.shared.f32 {into}, [b + {warpgroup * _PARTIAL + 4 * PITCH * i + byte}];"
+                if warpgroup:
+                    yield f"add.f32 {value}{i}, {value}{i}, q;"
 
 
 def _round(value: str) -> str:
