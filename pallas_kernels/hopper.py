@@ -1,7 +1,8 @@
 """What kernels written in PTX for Hopper GPUs share: values that lie in registers, addresses, descriptors, barriers.
 
-All but `registers` is for the inside of `plgpu.inline_mgpu`. A PTX block has to finish what it starts: fence, products,
-commit and wait of wgmma belong into one block, because the compiler believes a register once the block has ended.
+What handles MLIR values is for the inside of `plgpu.inline_mgpu`. A PTX block has to finish what it starts: fence,
+products, commit and wait of wgmma belong into one block, because the compiler believes a register once the block has
+ended.
 """
 
 import re

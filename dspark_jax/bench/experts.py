@@ -26,7 +26,7 @@ class Group(NamedTuple):
         experts: the stacks of all experts.
         numbers: int32 [G], the live ones.
         weights: float32 [G, rows], the routing weight of each row.
-        picks, live: the same for a kernel, int32 [G * rows, 1] and bool [G * rows].
+        picks, live: of each row for a kernel, int32 [G * rows, 1] and bool [G * rows].
     """
 
     experts: Matrices
