@@ -21,7 +21,7 @@ from dspark_jax.bench import bandwidth, operations, peer, timing
 from dspark_jax.bench.bandwidth import bench_bandwidth
 from dspark_jax.bench.case import Case
 from dspark_jax.bench.experts import Down, Experts, GateUp
-from dspark_jax.bench.kernel import bench_kernel, chain, relative_error
+from dspark_jax.bench.kernel import bench_kernel, chain, program_of, relative_error
 from dspark_jax.bench.kernel_report import CaseReport, KernelReport, Measured
 from dspark_jax.bench.operations import Fp8Linear, HyperConnection, cases
 from dspark_jax.bench.peer import PeerRun, PeerTiming, run_peer
@@ -115,6 +115,16 @@ class TestOperands:
         case = SMALL_CASES[name]
         x, [operands, *_] = drawn(name)
         assert 0.5 < float(jnp.std(case.reference(x.astype(jnp.float32), operands))) < 10
+
+
+def test_what_calls_share_is_one_argument() -> None:
+    case, (x, operands), flush = SMALL_CASES["mxfp4-experts"], drawn("mxfp4-experts"), jnp.ones(4)
+    run = chain(case, partial(case.apply, implementation="xla"))
+    program = program_of(run, flush, x, operands)
+    assert isinstance(program, partial)
+    arrays = jax.tree.leaves(operands)
+    assert len(jax.tree.leaves(program.args[2])) == len({id(array) for array in arrays}) < len(arrays)
+    np.testing.assert_array_equal(program(), jax.jit(run)(flush, x, operands))
 
 
 class TestReference:

@@ -96,7 +96,7 @@ def _measure(
     except ValueError as refusal:
         raise RequestError(str(refusal)) from refusal
 
-    programs = (_program(chain(case, each), flush, x, operands) for each in (call, lambda x, _: x))
+    programs = (program_of(chain(case, each), flush, x, operands) for each in (call, lambda x, _: x))
     whole, rest = time_in_turns(*programs)
     return Measured(
         seconds=(whole.seconds - rest.seconds) / len(operands),
@@ -106,7 +106,7 @@ def _measure(
     )
 
 
-def _program(run: Callable[..., Any], flush: jax.Array, x: Any, operands: tuple[Any, ...]) -> Callable[[], Any]:
+def program_of(run: Callable[..., Any], flush: jax.Array, x: Any, operands: tuple[Any, ...]) -> Callable[[], Any]:
     """A chain, compiled, in which what several calls share is one argument: for hundreds the host is too slow."""
     leaves, tree = jax.tree.flatten(operands)
     different = {id(leaf): leaf for leaf in leaves}

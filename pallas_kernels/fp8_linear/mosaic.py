@@ -41,8 +41,8 @@ class _Place(NamedTuple):
 
 def refusal(x: jax.Array, weight: Matrix) -> str | None:
     """Why the kernel does not take x [..., groups, in] and weight [groups * out, in], as a clause; None if it does."""
-    if not isinstance(weight, BlockScaled):
-        return "it multiplies packed weights, and these are in training or not packed"
+    if not isinstance(weight, BlockScaled) or weight.format != "e4m3":
+        return "it multiplies weights that are packed as e4m3, and these are in training or not packed so"
     *leading, groups, columns = x.shape
     rows, features = math.prod(leading), weight.shape[0] // groups
     if x.dtype != jnp.bfloat16:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.implementation import Implementation, choose
@@ -38,7 +39,11 @@ def mxfp4_experts(
 
     Returns:
         float32 [..., d].
+
+    Raises:
+        ValueError: the shapes of operands do not fit, or see `choose`.
     """
+    _check_shapes(x, picks, weights, live, experts)
     chosen = choose(implementation, "mxfp4_experts", mosaic.refusal(x, picks, experts))
     one_device = _kernel if chosen == "mosaic" else reference.mxfp4_experts
 
@@ -70,6 +75,20 @@ def mxfp4_experts(
     return shards(x, picks, weights, live, experts)
 
 
+def _check_shapes(x: jax.Array, picks: jax.Array, weights: jax.Array, live: jax.Array, experts: Matrices) -> None:
+    *rows, width = x.shape
+    if [*picks.shape[:-1]] != rows or picks.shape != weights.shape or [*live.shape] != rows:
+        raise ValueError(
+            f"There are {rows} rows, and picks are {[*picks.shape]}, weights {[*weights.shape]}, live {[*live.shape]}; "
+            "picks and weights have a last axis more than rows, and live has none."
+        )
+    count, hidden, _ = experts.gate.shape
+    shapes = (count, hidden, width), (count, hidden, width), (count, width, hidden)
+    if tuple(matrix.shape for matrix in experts) != shapes:
+        told = ", ".join(f"{name} {[*matrix.shape]}" for name, matrix in experts._asdict().items())
+        raise ValueError(f"Rows have {width} channels, and experts are {told}; expected {[*map(list, shapes)]}.")
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _kernel(
     x: jax.Array,
@@ -80,7 +99,8 @@ def _kernel(
     limit: float,
     quantised: bool,
 ) -> jax.Array:
-    return mosaic.mxfp4_experts(x, picks, weights, live, experts, limit=limit, quantised=quantised)
+    run = partial(mosaic.mxfp4_experts, limit=limit, quantised=quantised)
+    return sequential_vmap(run)(x, picks, weights, live, experts)  # of launches, each has a barrier of its own
 
 
 def _kernel_forward(*operands: Any) -> tuple[jax.Array, tuple[Any, ...]]:

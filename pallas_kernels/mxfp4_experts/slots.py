@@ -14,10 +14,8 @@ BLOCKS = MULTIPROCESSORS
 ROWS = 8
 """Token rows of a slot: the N side of wgmma."""
 SLOTS = 8
-"""At most of a block, one for each of the warps that look for them."""
-MOST_SLOTS = (SLOTS - 1) * BLOCKS
-"""Of all blocks: their ranges of slots overlap at the ends."""
-
+"""At most of a block, one for each of the warps that look for them. Ranges of blocks overlap at their ends, so that all
+of them may have seven times their number."""
 _AT_ONCE = 4  # pairs of a lane, whose loads do not wait for each other
 
 
@@ -39,17 +37,6 @@ SIZES = Slots(SLOTS, SLOTS * ROWS, 1)
 """Of the fields."""
 
 
-def most_slots(pairs: int, experts: int) -> int:
-    """That so many pairs can take: one for each expert, and one for every eight of the others."""
-    begun = min(experts, pairs)
-    return begun + (pairs - begun) // ROWS
-
-
-def scratch_bytes(pairs: int, experts: int) -> int:
-    """Of shared memory that `sort` needs while it runs."""
-    return 4 * (experts + pairs)
-
-
 def sort(pairs: int, picks: int, experts: int, warpgroups: int) -> str:
     """Sorts the live pairs, and notes the slots of this block; for all warpgroups together.
 
@@ -57,7 +44,7 @@ def sort(pairs: int, picks: int, experts: int, warpgroups: int) -> str:
     each of the block's slots a warp then goes through all pairs in their order and keeps those whose turn it is.
 
     Operands: `picks`, int32 in global memory, what is no number of an expert being none; `live`, there, a byte for each
-    row; `block`, its number; `scratch` in shared memory, and the fields of `Slots`.
+    row; `block`, its number; `scratch` in shared memory, a word for each expert and each pair; the fields of `Slots`.
 
     Args:
         pairs: in all.
@@ -128,8 +115,8 @@ def _place(experts: int, each: int) -> Iterator[str]:
     for i in range(each):
         yield f"""
             add.u32 a, expert, {i}; setp.lt.u32 p, a, {experts}; mad.lo.u32 a, a, 4, $scratch; mov.b32 used{i}, 0;
-            @p ld.shared.u32 used{i}, [a]; add.u32 used{i}, used{i}, {ROWS - 1}; shr.u32 used{i}, used{i}, 3;
-            add.u32 own, own, used{i};
+            @p ld.shared.u32 used{i}, [a]; add.u32 used{i}, used{i}, {ROWS - 1};
+            shr.u32 used{i}, used{i}, {ROWS.bit_length() - 1}; add.u32 own, own, used{i};
             """
     yield "mov.b32 ends, own;"
     for distance in (1, 2, 4, 8, 16):

@@ -94,10 +94,20 @@ def outputs_of(rows: Rows, hidden: np.ndarray, down: np.ndarray, quantised: bool
     return out
 
 
-def error(got: Any, want: np.ndarray) -> float:
-    """Of the worst vector, relative to its norm."""
+def errors(got: Any, want: np.ndarray) -> np.ndarray:
+    """Of each vector, relative to its norm."""
     norms = np.linalg.norm(want, axis=-1)
-    return float(np.max(np.linalg.norm(np.asarray(got, np.float64) - want, axis=-1) / np.where(norms == 0, 1, norms)))
+    return np.linalg.norm(np.asarray(got, np.float64) - want, axis=-1) / np.where(norms == 0, 1, norms)
+
+
+def error(got: Any, want: np.ndarray) -> float:
+    """Of the worst vector."""
+    return float(np.max(errors(got, want)))
+
+
+def typical_error(got: Any, want: np.ndarray) -> float:
+    """Root mean square over vectors: in one, the largest number may lie between two of bfloat16 and go either way."""
+    return float(np.sqrt(np.mean(errors(got, want) ** 2)))
 
 
 def of_pairs(out: Any, rows: Rows) -> np.ndarray:

@@ -23,6 +23,7 @@ from experts_oracle import (
     rounded,
     rows_of,
     seen,
+    typical_error,
 )
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -36,7 +37,7 @@ from pallas_kernels.partition import Partition
 
 ON_GPU = jax.default_backend() == "gpu"
 KERNEL = 1e-3  # relative, of vectors of bfloat16 that were rounded at the same points
-LAST_BIT = 2.0**-7  # of one number
+LAST_BIT = 2.0**-7  # of one number, which a vector may hardly differ from
 MUST = 3e-3  # of the whole operation
 STEP = 2e-2  # where the last bit of a number that was rounded on the way may decide about a step of e4m3
 
@@ -50,6 +51,12 @@ def random() -> np.random.Generator:
 
 
 # Slots ---------------------------------------------------------------------------------------------------------------
+
+
+def most_slots(pairs: int, experts: int) -> int:
+    """That so many pairs can take: one for each expert, and one for every eight of the others."""
+    begun = min(experts, pairs)
+    return begun + (pairs - begun) // 8
 
 
 def sorted_by_blocks(picks: np.ndarray, live: np.ndarray, experts: int, blocks: int) -> list[np.ndarray]:
@@ -74,7 +81,7 @@ def sorted_by_blocks(picks: np.ndarray, live: np.ndarray, experts: int, blocks: 
         thread_name="warpgroup",
         scratch_types=[
             plgpu.SMEM((sum(slots.SIZES),), jnp.int32),
-            plgpu.SMEM((slots.scratch_bytes(picks.size, experts),), jnp.uint8),
+            plgpu.SMEM((4 * (picks.size + experts),), jnp.uint8),
         ],
         compiler_params=None,
     )(picks.reshape(-1), live)
@@ -97,7 +104,7 @@ class TestSlots:
             for expert in range(experts):
                 pairs = np.flatnonzero((chosen == expert) & live[:, None])
                 want += [(expert, [*pairs[i : i + 8], *[-1] * 8][:8]) for i in range(0, len(pairs), 8)]
-            assert len(want) <= slots.most_slots(chosen.size, experts)
+            assert len(want) <= most_slots(chosen.size, experts)
             blocks = max(3, -(-len(want) // (slots.SLOTS - 1)))
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(slots, "BLOCKS", blocks)
@@ -109,10 +116,11 @@ class TestSlots:
                 assert got[: end - first] == want[first:end]
                 assert (pairs_[max(0, len(want) - first) :] == -1).all()
 
-    def test_there_is_room_for_the_most_that_the_kernel_takes(self) -> None:
-        assert slots.most_slots(mosaic.MOST_PAIRS, mosaic.MOST_EXPERTS) <= slots.MOST_SLOTS
-        least = work.WARPGROUPS * mosaic._parts_bytes(work.Shape(2048, 2048, 6, 6, 8, LIMIT, False))
-        assert slots.scratch_bytes(mosaic.MOST_PAIRS, mosaic.MOST_EXPERTS) <= least
+
+def test_there_is_room_for_the_most_that_the_kernel_takes() -> None:
+    assert most_slots(mosaic.MOST_PAIRS, mosaic.MOST_EXPERTS) <= (slots.SLOTS - 1) * slots.BLOCKS
+    least = work.WARPGROUPS * mosaic._parts_bytes(work.Shape(2048, 2048, 6, 6, 8, LIMIT, False))
+    assert least >= 4 * (mosaic.MOST_PAIRS + mosaic.MOST_EXPERTS)
 
 
 # The kernel, on a machine of ours ------------------------------------------------------------------------------------
@@ -249,7 +257,7 @@ class TestKernel:
         out = gate_up(*rows, experts, LIMIT, quantised)
         got, want = of_pairs(out, rows), hidden_of(rows, *map(numbers, experts[:2]), quantised)
         there = np.asarray((rows.picks >= 0) & (rows.picks < 4) & rows.live[:, None])
-        assert error(got[there], want[there]) < KERNEL
+        assert typical_error(got[there], want[there]) < KERNEL and error(got[there], want[there]) < LAST_BIT
         assert (got[~there].view(np.uint16) == 0xFFFF).all(), "what belongs to no slot is left alone"
 
     @pytest.mark.parametrize("quantised", [False, True])
@@ -259,7 +267,7 @@ class TestKernel:
         out = down(hidden.reshape(22, -1), rows.picks, rows.live, experts, quantised)
         got, want = of_pairs(out, rows), outputs_of(rows, hidden, numbers(experts.down), quantised)
         there = np.asarray((rows.picks >= 0) & (rows.picks < 4) & rows.live[:, None])
-        assert error(got[there], want[there]) < KERNEL
+        assert typical_error(got[there], want[there]) < KERNEL and error(got[there], want[there]) < LAST_BIT
         assert (got[~there].view(np.uint16) == 0xFFFF).all()
 
     def test_reads_picks_and_weights_as_numbers(self, random) -> None:
@@ -321,7 +329,7 @@ class TestLayer:
         experts = matrices(random, 2, 2048, 2048)
         hidden = hidden_of(rows, *map(numbers, experts[:2]))
         got, want = layer(*rows, experts, LIMIT), outputs_of(rows, hidden, numbers(experts.down)).sum(axis=1)
-        assert error(got, want) < MUST
+        assert typical_error(got, want) < MUST and error(got, want) < LAST_BIT
         assert (got[2] == 0).all()
 
     def test_of_no_live_row_is_zeros(self, random) -> None:
