@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+if "JAX_PLATFORMS" not in os.environ:  # most programs take longer to compile than to run
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=2"
+
 import jax
 import pytest
 
