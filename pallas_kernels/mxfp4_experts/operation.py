@@ -44,10 +44,12 @@ def mxfp4_experts(
         ValueError: the shapes of operands do not fit, or see `choose`.
     """
     _check_shapes(x, picks, weights, live, experts)
-    chosen = choose(implementation, "mxfp4_experts", mosaic.refusal(x, picks, experts))
-    one_device = _kernel if chosen == "mosaic" else reference.mxfp4_experts
 
     def run(x: jax.Array, picks: jax.Array, weights: jax.Array, live: jax.Array, experts: Matrices) -> jax.Array:
+        """On one device, of what it holds."""
+        chosen = choose(implementation, "mxfp4_experts", mosaic.refusal(x, picks, experts))
+        one_device = _kernel if chosen == "mosaic" else reference.mxfp4_experts
+
         def flat(values: jax.Array) -> jax.Array:
             return values.reshape(-1, values.shape[-1])
 

@@ -450,8 +450,9 @@ class TestOperation:
     def test_lowers_on_a_mesh_whose_devices_hold_some_of_the_experts(self) -> None:
         partition = Partition(Mesh(np.reshape(jax.devices("cpu"), (2, 4)), ("data", "expert")), ("data",), ("expert",))
         ask = partial(mxfp4_experts, limit=10.0, partition=partition, implementation="mosaic")
-        lowered = jax.jit(ask).trace(*abstract(12)).lower(lowering_platforms=("cuda",))
-        assert "mosaic_gpu" in lowered.as_text() and "all_reduce" in lowered.as_text()
+        for rows in (12, 1024):  # 6144 pairs, half of which are a device's
+            lowered = jax.jit(ask).trace(*abstract(rows)).lower(lowering_platforms=("cuda",))
+            assert "mosaic_gpu" in lowered.as_text() and "all_reduce" in lowered.as_text()
 
 
 # The GPU -------------------------------------------------------------------------------------------------------------
