@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from ptx_machine import THREADS, Block, Memory, Warpgroup, swizzled
+from ptx_machine import THREADS, Block, GaveUpError, Memory, Turn, Warpgroup, swizzled
 
 from pallas_kernels import hopper
 
@@ -55,11 +55,16 @@ class Ref:
     def __getitem__(self, index: Any) -> Any:
         return self.array[index]
 
-    def write(self, values: np.ndarray | int) -> None:
-        """Bytes, where they lie."""
+    @property
+    def spots(self) -> np.ndarray:
+        """Where its bytes lie."""
         assert self.array.flags.c_contiguous
         spots = int(self.address) + np.arange(self.array.nbytes).reshape(self.shape)
-        self.memory.bytes[swizzled(spots) if self.swizzled else spots] = values
+        return swizzled(spots) if self.swizzled else spots
+
+    def write(self, values: np.ndarray | int) -> None:
+        """Bytes, where they lie."""
+        self.memory.bytes[self.spots] = values
 
 
 @dataclass(frozen=True)
@@ -120,9 +125,14 @@ def kernel(
         def run(block: Block, scratch: list[Any], index: dict[str, int]) -> None:
             here.index, here.warpgroup = index, Warpgroup(block, index[thread_name])
             with turn:
-                body(*inputs, *jax.tree.leaves(outputs), *scratch)
+                try:
+                    body(*inputs, *jax.tree.leaves(outputs), *scratch)
+                except BaseException:
+                    turn.failed = True
+                    turn.notify_all()
+                    raise
 
-        turn = threading.Condition()
+        turn = Turn()
         warpgroups = []
         for block_number in range(grid[0]):
             block = Block(whole, turn)
@@ -131,8 +141,10 @@ def kernel(
                 warpgroups.append((block, scratch, {grid_names[0]: block_number, thread_name: number}))
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(warpgroups)) as pool:
             _replace(patch, here, semaphore)
-            for done in [pool.submit(run, *warpgroup) for warpgroup in warpgroups]:
-                done.result()
+            errors = [done.exception() for done in [pool.submit(run, *warpgroup) for warpgroup in warpgroups]]
+        for error in errors:
+            if error and not isinstance(error, GaveUpError):
+                raise error
         return jax.tree.map(lambda ref: ref.array, outputs)
 
     return call
@@ -165,9 +177,13 @@ def _replace(patch: pytest.MonkeyPatch, here: Any, semaphore: Ref) -> None:
         counts = {name: int(np.prod(kind.shape)) // THREADS for name, kind in (results or {}).items()}
         return here.warpgroup.run(text, bits, counts)
 
+    def copy(source: Ref, target: Ref, barrier: TransferBarrier) -> None:
+        barrier.copy(source, target)
+        here.warpgroup.block.races.copy(target.spots[..., ::4], here.index["warpgroup"])
+
     patch.setattr(hopper, "run", run)
-    patch.setattr(hopper, "warpgroup_barrier", lambda: None)
-    patch.setattr(plgpu, "copy_gmem_to_smem", lambda source, target, barrier: barrier.copy(source, target))
+    patch.setattr(hopper, "warpgroup_barrier", lambda: here.warpgroup.meet())
+    patch.setattr(plgpu, "copy_gmem_to_smem", copy)
     patch.setattr(plgpu, "barrier_wait", lambda barrier: barrier.wait())
     patch.setattr(pl, "get_global", lambda _: semaphore)
     patch.setattr(pl, "when", lambda condition: lambda f: f() if condition else None)

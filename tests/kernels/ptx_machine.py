@@ -2,8 +2,8 @@
 
 Knows the instructions that our kernels use, in the words of the PTX manual, and takes no notice of any convention of a
 kernel: fragments, descriptors and swizzles of wgmma are as the manual lays them out. What is asynchronous happens as
-late as it may. The threads of a warpgroup take every instruction together, so races between them go unseen; and one
-warpgroup runs at a time, until it has to wait for another.
+late as it may. The threads of a warpgroup take every instruction together, and one warpgroup runs at a time, until it
+has to wait for another; what would be a race between the warps of a warpgroup is seen by `Races`.
 """
 
 import functools
@@ -19,6 +19,7 @@ import numpy as np
 from ptx_arithmetic import ARITHMETIC
 
 THREADS = 128
+WARPS = 16  # of a block, at most
 EVERYONE = np.ones(THREADS, bool)
 E4M3 = ml_dtypes.float8_e4m3fn
 SHARED_BYTES = 227 * 1024  # of a block, on Hopper
@@ -28,6 +29,16 @@ _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
 _ROW = np.arange(THREADS) // 32 * 16 + np.arange(THREADS) % 32 // 4  # of wgmma, first for a thread
 _QUARTER = np.arange(THREADS) % 4
 _SIZES = {"u8": 1, "b16": 2}
+
+
+class Turn(threading.Condition):
+    """Held by the warpgroup that runs; once one has failed, the others give up."""
+
+    failed = False
+
+
+class GaveUpError(Exception):
+    """Of a warpgroup that waited for one that failed."""
 
 
 class Memory:
@@ -54,17 +65,56 @@ def swizzled(address: Any) -> Any:
     return address ^ (address >> 7 & 7) << 4
 
 
+class Races:
+    """Who touched the words of shared memory since the warps of its warpgroup last met."""
+
+    def __init__(self, memory: Memory) -> None:
+        words = len(memory.bytes) // 4
+        self._writer, self._reader = np.full(words, -1), np.full(words, -1)  # epoch * WARPS + warp, of the last one
+        self._epochs = np.zeros(WARPS, int)  # of each warp; those of a warpgroup are equal
+
+    def meet(self, warpgroup: int) -> None:
+        """Its warps have waited for each other."""
+        self._epochs[4 * warpgroup : 4 * warpgroup + 4] += 1
+
+    def read(self, addresses: np.ndarray, warps: np.ndarray) -> None:
+        """What another warp has written must have been waited for."""
+        words, now = addresses // 4, self._epochs[warps] * WARPS + warps
+        assert not self._raced(self._writer[words], warps).any(), "a warp reads what another one has just written"
+        self._reader[words] = now
+
+    def write(self, addresses: np.ndarray, warps: np.ndarray) -> None:
+        """What another warp has read or written must have been waited for."""
+        words, now = addresses // 4, self._epochs[warps] * WARPS + warps
+        for last in (self._writer[words], self._reader[words]):
+            assert not self._raced(last, warps).any(), "a warp overwrites what another one has just used"
+        self._writer[words] = now
+
+    def copy(self, addresses: np.ndarray, warpgroup: int) -> None:
+        """What any warp of it has used must have been waited for, whichever of them begins the copy."""
+        for last in (self._writer[addresses // 4], self._reader[addresses // 4]):
+            epoch, warp = last // WARPS, last % WARPS
+            used = (last >= 0) & (warp // 4 == warpgroup) & (epoch == self._epochs[4 * warpgroup])
+            assert not used.any(), "a copy overwrites what a warp has just used"
+
+    def _raced(self, last: np.ndarray, warps: np.ndarray) -> np.ndarray:
+        epoch, warp = last // WARPS, last % WARPS
+        return (last >= 0) & (warp != warps) & (warp // 4 == warps // 4) & (epoch == self._epochs[warps])
+
+
 class Block:
     """A block of threads.
 
     Attributes:
         whole: global memory.
         shared: the block's own.
+        races: there.
         turn: of all blocks; held by the warpgroup that runs.
     """
 
-    def __init__(self, whole: Memory, turn: threading.Condition) -> None:
+    def __init__(self, whole: Memory, turn: Turn) -> None:
         self.whole, self.shared, self.turn = whole, Memory(SHARED_BYTES), turn
+        self.races = Races(self.shared)
         self._arrived: dict[int, int] = defaultdict(int)
         self._opened: dict[int, int] = defaultdict(int)
 
@@ -77,7 +127,10 @@ class Block:
             self._opened[barrier] += 1
             self.turn.notify_all()
         elif wait:
-            assert self.turn.wait_for(lambda: self._opened[barrier] > opened, timeout=120), "nobody came"
+            came = self.turn.wait_for(lambda: self._opened[barrier] > opened or self.turn.failed, timeout=120)
+            assert came, "nobody came"
+            if self.turn.failed:
+                raise GaveUpError
 
 
 @dataclass
@@ -137,6 +190,10 @@ class Warpgroup:
         assert not self.products.open and not self.products.closed, "products are left to a block that may not wait"
         return [self._result(f"${name}", count) for name, count in results.items()]
 
+    def meet(self) -> None:
+        """Its warps wait for each other."""
+        self.block.races.meet(int(self.tid[0]) // THREADS)
+
     def _result(self, name: str, count: int) -> np.ndarray:
         return np.stack([self.registers[f"{name}{index}"] for index in range(count)]) if count else self.registers[name]
 
@@ -179,6 +236,8 @@ class Warpgroup:
                 np.add.at(memory.view(np.uint32), spots, self._read(arguments[1])[mask])
             case "bar", ("sync" | "arrive") as kind:
                 self.block.arrive(*map(self._number, arguments), wait=kind == "sync")
+                if kind == "sync":
+                    self.meet()
             case "cp", "async", "commit_group":
                 self.copies.commit()
             case "cp", "async", "wait_group":
@@ -227,11 +286,17 @@ class Warpgroup:
     def _move(self, name: str, modifiers: list[str], arguments: list[str], mask: np.ndarray) -> None:
         if "acquire" in modifiers:
             self.block.turn.wait(timeout=1e-3)  # for others that may have to come here first
+            if self.block.turn.failed:
+                raise GaveUpError
         memory = (self.block.shared if "shared" in modifiers else self.block.whole).bytes
         size = _SIZES.get(modifiers[-1], 4)
         where, what = arguments if name == "st" else arguments[::-1]
         address, parts = self._address(where)[mask], names(what)
         assert not (address % (size * len(parts))).any(), "misaligned"
+        if "shared" in modifiers:
+            touched = self.block.races.write if name == "st" else self.block.races.read
+            for index in range(len(parts)):
+                touched(address + size * index, self.tid[mask] // 32)
         for index, part in enumerate(parts):
             spots = address[:, None] + size * index + np.arange(size)
             if name == "st":
@@ -245,6 +310,8 @@ class Warpgroup:
         """Four of eight rows by 16 bytes, of each of which eight lanes say where its rows lie."""
         rows = self._address(where).reshape(-1, 4, 8)
         assert not (rows % 16).any(), "misaligned"
+        for word in range(0, 16, 4):
+            self.block.races.read(rows.reshape(-1) + word, self.tid // 32)
         words = self.block.shared.bytes[rows[..., None] + np.arange(16)].view(np.uint32)
         for index, name in enumerate(names(registers)):
             self.registers[name] = words[:, index].reshape(THREADS)
@@ -272,6 +339,8 @@ class Warpgroup:
             for index, name in enumerate(a):
                 left.view(np.uint32)[_ROW + index % 2 * 8, _QUARTER + index // 2 * 4] = self.registers[name]
             right = self.block.shared.bytes[spots]
+            for warp in self.tid[::32] // 32:
+                self.block.races.read(spots[:, ::4], np.full(spots[:, ::4].shape, warp))
             with np.errstate(invalid="ignore"):
                 product = left.view(kind).astype(np.float64) @ right.view(kind).astype(np.float64).T
             values = product[accumulators(len(sums))]

@@ -308,7 +308,6 @@ class TestKernel:
         [
             ("split", "xor.b32 piece, piece, row;", ""),  # rows without their swizzle
             ("read", "shl.b32 e1, e3, 15;", "shl.b32 e1, e3, 23;"),  # some groups with the scales of others
-            ("finish", "bar.sync 9, 512;", "bar.arrive 9, 512;"),  # nobody waits for the other warpgroups
             ("multiply", f"{1 << 30 | 4096 >> 4}", f"{1 << 30 | 1024 >> 4}"),  # parts are sought where others lie
         ],
     )
@@ -318,6 +317,32 @@ class TestKernel:
         rows, experts = rows_of(random, [[0]] * 3, 2048), matrices(random, 1, 2048, 128)
         got = gate_up(*rows, experts, LIMIT)
         assert not error(of_pairs(got, rows), hidden_of(rows, *map(numbers, experts[:2]))) < 0.1
+
+    @pytest.mark.parametrize("wait", ["bar.sync 9, 512;", "bar.sync bar, 512;"])  # for the sums, for free memory
+    def test_would_see_that_warpgroups_do_not_wait(self, random, monkeypatch, wait: str) -> None:
+        finish = ptx.finish
+        monkeypatch.setattr(ptx, "finish", lambda *a: finish(*a).replace(wait, wait.replace("sync", "arrive")))
+        rows, experts = rows_of(random, [[0]] * 3, 2048), matrices(random, 1, 2048, 128)
+        try:
+            got = gate_up(*rows, experts, LIMIT)
+        except AssertionError:  # nobody comes any more, or words that are being written are read
+            return
+        assert not error(of_pairs(got, rows), hidden_of(rows, *map(numbers, experts[:2]))) < 0.1
+
+    @pytest.mark.parametrize("method", ["read", "split"])
+    def test_would_see_that_warps_do_not_wait(self, random, monkeypatch, method: str) -> None:
+        """Whose place is fetched again, and whose notes on rows are replaced, for the second slot of a block."""
+        waits = getattr(work.Work, method)
+
+        def hurries(*arguments: Any) -> Any:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(hopper, "warpgroup_barrier", lambda: None)
+                return waits(*arguments)
+
+        monkeypatch.setattr(work.Work, method, hurries)
+        rows, experts = rows_of(random, [[0]] * 9, 2048), matrices(random, 1, 2048, 128)
+        with pytest.raises(AssertionError, match="just"):
+            gate_up(*rows, experts, LIMIT)
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU runs the kernel itself")
