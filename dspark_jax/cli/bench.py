@@ -282,9 +282,9 @@ def kernel(
 
     Args:
         operation: One of mxfp4-gate-up, mxfp4-down, mxfp4-experts (a whole layer), fp8-linear and hyper-connection.
-        live: Experts of the layer that are live.
-        rows: Token rows; of each live expert, where there are experts.
-        shape: Of FP8 matrices.
+        live: Experts of the layer that are live; for a whole layer a multiple of 6, which each token picks.
+        rows: Token rows; of each live expert, where there are experts, so that a layer has live * rows / 6 tokens.
+        shape: Of the matrices of fp8-linear.
         quantised: Rows of FP8 matrices go through E4M3 first.
         implementation: The Pallas kernel, or what XLA makes of the reference.
         compare: Time this implementation, too.
