@@ -263,12 +263,12 @@ class Command:
         return json.loads(told)
 
 
-def test_a_job_killed_five_times_writes_what_an_undisturbed_one_writes(small: Path, tmp_path: Path) -> None:
+def test_a_job_killed_three_times_writes_what_an_undisturbed_one_writes(small: Path, tmp_path: Path) -> None:
     """`kill -9` at random moments after the first new line; no line is lost, doubled or torn, and none differs."""
     command, undisturbed, out = Command(small, tmp_path), tmp_path / "undisturbed.jsonl", tmp_path / "out.jsonl"
     assert command.run(undisturbed)["new_completions"] == 120
     moments = random.Random(0)
-    for _ in range(5):
+    for _ in range(3):
         before = out.stat().st_size if out.exists() else 0
         process = command.start(out)
         while process.poll() is None and (not out.exists() or out.stat().st_size == before):
@@ -277,7 +277,7 @@ def test_a_job_killed_five_times_writes_what_an_undisturbed_one_writes(small: Pa
         process.kill()
         process.communicate()
         assert process.returncode == -signal.SIGKILL, "the job was still running"
-    assert 0 < command.run(out)["new_completions"] < 115
+    assert 0 < command.run(out)["new_completions"] < 118
 
     written = out.read_text().splitlines()
     assert sorted(written) == sorted(undisturbed.read_text().splitlines())
