@@ -27,7 +27,7 @@ from dspark_jax.cli import (
     train,
     verify,
 )
-from dspark_jax.cli.terminal import one_line_warnings, print_error
+from dspark_jax.cli.terminal import one_line_warnings, print_error, termination_interrupts
 from dspark_jax.errors import DsparkError
 
 DESCRIPTION = """\
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that knows no ✓ gets its number
     logging.basicConfig(format="dspark: warning: %(message)s", level=logging.WARNING)
-    with one_line_warnings():
+    with one_line_warnings(), termination_interrupts():
         try:
             code = _app().cli(
                 prog="dspark",

@@ -1,5 +1,7 @@
 """What the commands share: where output goes, progress on stderr, one-line warnings and errors."""
 
+import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +45,19 @@ def print_error(sentence: str) -> None:
 def print_warning(sentence: str) -> None:
     """Prints `dspark: warning: sentence` on stderr as one line."""
     STATUS.print(Text.assemble(("dspark: warning: ", "bold yellow"), sentence), soft_wrap=True)
+
+
+@contextmanager
+def termination_interrupts() -> Iterator[None]:
+    """Inside, SIGTERM is what Ctrl-C is, so that what is half-written is removed; only a main thread can ask for it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

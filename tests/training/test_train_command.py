@@ -1,6 +1,7 @@
 """`dspark train` and `dspark export`: from documents to a checkpoint that generates, over an interruption."""
 
 import json
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,11 +41,11 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def interrupting_bar(steps: int) -> Iterator[Callable[[Any], None]]:
-    """Ctrl-C in the sixth step, between two checkpoints."""
+    """Something ends the command in the sixth step, between two checkpoints."""
 
     def report(record: dict[str, Any]) -> None:
         if record["step"] == 5:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGTERM)
 
     yield report
 
