@@ -129,10 +129,11 @@ def kernel(
                     body(*inputs, *jax.tree.leaves(outputs), *scratch)
                 except BaseException:
                     turn.failed = True
-                    turn.notify_all()
                     raise
+                finally:
+                    turn.leave()
 
-        turn = Turn()
+        turn = Turn(grid[0] * num_threads)
         warpgroups = []
         for block_number in range(grid[0]):
             block = Block(whole, turn)

@@ -32,9 +32,23 @@ _SIZES = {"u8": 1, "b16": 2}
 
 
 class Turn(threading.Condition):
-    """Held by the warpgroup that runs; once one has failed, the others give up."""
+    """Held by the warpgroup that runs; once one has failed, the others give up.
 
-    failed = False
+    Attributes:
+        running: warpgroups that neither wait at a barrier nor have ended.
+        failed: whether one has.
+    """
+
+    def __init__(self, running: int) -> None:
+        super().__init__()
+        self.running = running
+        self.failed = False
+
+    def leave(self) -> None:
+        """A warpgroup waits or ends; the last one tells those that wait for it."""
+        self.running -= 1
+        if self.failed or not self.running:
+            self.notify_all()
 
 
 class GaveUpError(Exception):
@@ -116,6 +130,7 @@ class Block:
         self.whole, self.shared, self.turn = whole, Memory(SHARED_BYTES), turn
         self.races = Races(self.shared)
         self._arrived: dict[int, int] = defaultdict(int)
+        self._waiting: dict[int, int] = defaultdict(int)
         self._opened: dict[int, int] = defaultdict(int)
 
     def arrive(self, barrier: int, threads: int, wait: bool) -> None:
@@ -125,12 +140,15 @@ class Block:
         if self._arrived[barrier] == threads:
             self._arrived[barrier] = 0
             self._opened[barrier] += 1
+            self.turn.running += self._waiting.pop(barrier, 0)
             self.turn.notify_all()
         elif wait:
-            came = self.turn.wait_for(lambda: self._opened[barrier] > opened or self.turn.failed, timeout=120)
-            assert came, "nobody came"
+            self._waiting[barrier] += 1
+            self.turn.leave()
+            self.turn.wait_for(lambda: self._opened[barrier] > opened or self.turn.failed or not self.turn.running, 120)
             if self.turn.failed:
                 raise GaveUpError
+            assert self._opened[barrier] > opened, "nobody comes any more"
 
 
 @dataclass
