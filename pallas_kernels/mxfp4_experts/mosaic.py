@@ -18,7 +18,6 @@ from pallas_kernels.mxfp4_experts.ptx import CHUNK_BYTES, TILE
 from pallas_kernels.mxfp4_experts.reference import Matrices
 from pallas_kernels.mxfp4_experts.slots import BLOCKS, SIZES, Slots, sort
 from pallas_kernels.mxfp4_experts.work import (
-    EARLY,
     STAGES,
     SWIZZLED,
     THREADS,
@@ -37,7 +36,7 @@ MOST_EXPERTS = 512
 LARGEST_WIDTH = 4096
 """Columns whose two parts fit into shared memory beside the weights; nothing is left of its 227 KB then."""
 WIDTH_STEP = 2048
-"""Columns of which each warpgroup has two chunks: fewer scales than theirs do not make the 16 bytes of a TMA copy."""
+"""Columns of which each warpgroup has a chunk: fewer scales than theirs do not make the 16 bytes of a TMA copy."""
 
 
 def refusal(x: jax.Array, picks: jax.Array, experts: Matrices) -> str | None:
@@ -138,11 +137,14 @@ def layer(shape: Shape) -> Callable[..., tuple[jax.Array, jax.Array]]:
         slots = _sorted(shape, picks, live, scratch)
         work = _work(shape, True, matrices[:4], x, shares, hidden, slots, scratch)
         after = _work(shape, False, matrices[4:], hidden, shares, outputs, slots, scratch)
+        work.copy(0, 0)
+        work.ask(0)
         work.run(jnp.int32(0))
         hopper.grid_arrive(barrier, THREADS)
-        after.fetch_first(0, EARLY)
+        after.copy(0, 0)
         hopper.grid_wait(barrier, BLOCKS, THREADS)
-        after.run(work.range[1] - work.range[0], EARLY)
+        after.ask(0)
+        after.run(work.range[1] - work.range[0])
 
     return _kernel(body, shape, shape.hidden, shape.width)
 
@@ -154,7 +156,10 @@ def _half(shape: Shape, first: bool) -> Callable[..., tuple[jax.Array]]:
     def body(rows: Any, picks: Any, live: Any, shares: Any, *refs: Any) -> None:
         matrices, out, scratch = refs[:arrays], refs[arrays], refs[arrays + 1 :]
         slots = _sorted(shape, picks, live, scratch)
-        _work(shape, first, matrices, rows, shares, out, slots, scratch).run(jnp.int32(0))
+        work = _work(shape, first, matrices, rows, shares, out, slots, scratch)
+        work.copy(0, 0)
+        work.ask(0)
+        work.run(jnp.int32(0))
 
     return _kernel(body, shape, shape.hidden if first else shape.width)
 

@@ -1,8 +1,9 @@
 """The arithmetic of the expert kernel, in PTX for the threads of one warpgroup.
 
-`load` brings the bfloat16 rows of a slot into registers and `split` makes them pairs of e4m3 numbers; `read` brings a
-chunk of weights into registers and `multiply` adds its products with the rows; `finish` adds up the warpgroups and
-applies what follows a product. How numbers lie in registers and in shared memory is told where they are.
+`ask` asks for the bfloat16 rows of a slot, `take` brings them into registers and `split` makes them pairs of e4m3
+numbers; `read` brings a chunk of weights into registers and `multiply` adds its products with the rows; `finish` adds
+up the warpgroups and applies what follows a product. How numbers lie in registers and in shared memory is told where
+they are.
 """
 
 import math
@@ -15,11 +16,17 @@ TILE = 64
 """Matrix rows of a tile: the M side of wgmma."""
 GROUP = 32
 """Columns that share a scale."""
-CHUNK_GROUPS = 8
+CHUNK_GROUPS = 16
 """Groups of a tile that a warpgroup takes at once."""
 CHUNK_BYTES = CHUNK_GROUPS * GROUP // 2
-NOTES = 3 * ROWS
-"""Words that a warpgroup notes about the rows of its slot."""
+SWIZZLE_BYTES = 128
+"""Of a chunk's rows, whose 16-byte piece j of row r is at j xor r mod 8; a chunk has such patterns side by side."""
+SCALED_GROUPS = 8
+"""Groups of a chunk whose scales are numbers at once."""
+NUMBERS = TILE * SCALED_GROUPS
+"""Float32 that a warpgroup has for them."""
+NOTES = 4 * ROWS
+"""Words that a warpgroup notes about the rows of its slots, see `split`."""
 PITCH = TILE + 4
 """Floats between two token rows of partial sums, so that a warp's stores meet no bank twice."""
 
@@ -30,62 +37,107 @@ _THREAD = "mov.u32 thread, %tid.x; and.b32 lane, thread, 31; shr.u32 warp, threa
 
 
 LOADED = 36
-"""Registers of a thread in which `load` leaves two rows' words, pairs and shares."""
+"""Registers of a thread in which `take` leaves two rows' words, pairs and shares."""
 
 
-def load(groups: int, warpgroups: int, picks: int) -> str:
-    """A slot's rows into registers: a warp has two rows, and a lane one group of 32 columns in each.
+def ask(groups: int, warpgroups: int, picks: int) -> str:
+    """Asks for a slot's rows, of which a warp gets the warpgroup's columns of two.
+
+    They come to the place of a chunk, two rows of each warp after those of the one before. Of a row, the 16-byte piece
+    p comes to p xor p // 8 mod 4, so that neither copies nor lanes that read 64 bytes each meet a bank twice.
 
     Operands: `rows`, bfloat16 in global memory; `shares`, there, a float32 for every pair; `pairs` of `Slots`, and
-    `slot`, its number there. Result: `loaded`.
+    `slot`, its number there; `weights` in shared memory, a ring of chunks, of whose places this is number `place`;
+    `notes`, there.
 
     Args:
         groups: of a warpgroup's columns, at most 32.
         warpgroups: that share a row.
         picks: pairs of a row.
     """
+    row_bytes = 2 * groups * GROUP
     lines = [
         f"""
-        .reg .b32 thread, lane, warp, warpgroup, a; .reg .b64 from, byte; .reg .pred there, mine;
-        {_THREAD} shr.u32 warpgroup, thread, 7; setp.lt.u32 mine, lane, {groups};
-        shl.b32 a, warp, 1; mad.lo.u32 a, $slot, {ROWS}, a; mad.lo.u32 a, a, 4, $pairs;
-        ld.shared.v2.u32 {{$loaded32, $loaded33}}, [a];
+        .reg .b64 from, byte; {_spots(groups)}
+        bfe.u32 a, lane, 3, 2; xor.b32 a, a, lane; mad.lo.u32 spot, a, 16, spot;
         """
     ]
     for half in (0, 1):
-        pair, share, first = f"$loaded{32 + half}", f"$loaded{34 + half}", 16 * half
         lines.append(
             f"""
-            setp.ge.s32 there, {pair}, 0; mov.b32 {share}, 0; mul.wide.s32 byte, {pair}, 4;
-            add.u64 from, $shares, byte; @there ld.global.u32 {share}, [from]; and.pred there, there, mine;
-            div.u32 a, {pair}, {picks}; mul.wide.u32 byte, a, {2 * groups * GROUP * warpgroups};
-            add.u64 from, $rows, byte; mad.lo.u32 a, warpgroup, {groups}, lane; mul.wide.u32 byte, a, {2 * GROUP};
+            setp.ge.s32 there, pair{half}, 0; and.pred leads, there, leader; mul.wide.s32 byte, pair{half}, 4;
+            add.u64 from, $shares, byte; @leads cp.async.ca.shared.global [share + {4 * half}], [from], 4;
+            div.u32 a, pair{half}, {picks}; mad.lo.u32 a, a, {warpgroups}, warpgroup;
+            mul.wide.u32 byte, a, {row_bytes}; add.u64 from, $rows, byte; mul.wide.u32 byte, lane, 16;
             add.u64 from, from, byte;
             """
         )
-        lines += [f"mov.b32 $loaded{first + i}, 0;" for i in range(16)]
-        for i in range(0, 16, 4):
-            four = vector(f"$loaded{first + i + j}" for j in range(4))
-            lines.append(f"@there ld.global.v4.u32 {four}, [from + {4 * i}];")
+        for first in range(0, row_bytes, 32 * 16):
+            target = half * row_bytes + first
+            lines.append(f"@there cp.async.cg.shared.global [spot + {target}], [from + {first}], 16;")
+    lines.append("cp.async.commit_group;")
     return "\n".join(lines)
 
 
-def split(groups: int, parts_bytes: int, quantised: bool) -> str:
-    """What `load` loaded as hi + lo, both e4m3, over a power of two for each row of this warpgroup's columns.
+def take(groups: int) -> str:
+    """What `ask` asked for, into registers, once it is there: a lane gets a group in each of its warp's rows.
 
-    hi is the row rounded to four significant bits and lo the rest of it, so eight bits of bfloat16 survive; the error
-    is below 1.5 * 2^-17 of the largest of those numbers. Rows that are missing become zeros; a row that is not finite
-    gets a factor that is not a number.
+    Rows that are missing become zeros.
+
+    Operands: `pairs`, `slot`, `weights`, `place` and `notes` as for `ask`. Result: `loaded`.
+    """
+    lines = [
+        f"""
+        .reg .pred mine; {_spots(groups)} setp.lt.u32 mine, lane, {groups};
+        mad.lo.u32 spot, lane, {2 * GROUP}, spot; bfe.u32 lane, lane, 1, 2; shl.b32 lane, lane, 4;
+        cp.async.wait_group 0; bar.warp.sync 0xFFFFFFFF;
+        """
+    ]
+    for half in (0, 1):
+        share = f"$loaded{34 + half}"
+        lines.append(
+            f"""
+            mov.b32 $loaded{32 + half}, pair{half}; setp.ge.s32 there, pair{half}, 0; and.pred leads, there, leader;
+            mov.b32 {share}, 0; @leads ld.shared.u32 {share}, [share + {4 * half}]; and.pred there, there, mine;
+            """
+        )
+        lines += [f"mov.b32 $loaded{16 * half + i}, 0;" for i in range(16)]
+        for i in range(4):
+            four = vector(f"$loaded{16 * half + 4 * i + j}" for j in range(4))
+            lines.append(f"xor.b32 a, lane, {16 * i}; add.u32 a, a, spot;")
+            lines.append(f"@there ld.shared.v4.u32 {four}, [a + {half * 2 * groups * GROUP}];")
+    lines.append("fence.proxy.async.shared::cta;")  # TMA will write where ordinary copies wrote
+    return "\n".join(lines)
+
+
+def _spots(groups: int) -> str:
+    """A warp's two pairs, where their rows and shares come to, and who looks after the shares."""
+    return f"""
+        .reg .b32 thread, lane, warp, warpgroup, spot, share, a, pair<2>; .reg .pred there, leader, leads;
+        {_THREAD} shr.u32 warpgroup, thread, 7; setp.eq.u32 leader, lane, 0;
+        mad.lo.u32 a, $slot, {ROWS // 2}, warp; mad.lo.u32 a, a, 8, $pairs; ld.shared.v2.u32 {{pair0, pair1}}, [a];
+        mad.lo.u32 spot, $place, {TILE * CHUNK_BYTES}, $weights; mad.lo.u32 spot, warp, {4 * groups * GROUP}, spot;
+        mad.lo.u32 share, warpgroup, {4 * NOTES}, $notes; mad.lo.u32 share, warp, 8, share;
+        add.u32 share, share, {4 * 3 * ROWS};
+        """
+
+
+def split(groups: int, parts_bytes: int, quantised: bool) -> str:
+    """What `take` took as hi + lo, both e4m3, over a power of two for each row of this warpgroup's columns.
+
+    hi has the upper four of a number's eight significant bits and lo the lower four. Over that power of two both are
+    exact, or, of what is far below the largest number, less than 2^-16 of it away. Rows that are missing become zeros;
+    a row that is not finite gets a factor that is not a number.
 
     A lane stores its 16 even columns before its 16 odd ones, as the nibbles of a weight come. Where they lie: 8 rows of
     hi, then 8 of lo; of either 1024 bytes for every 128 columns, row after row, in which the 16-byte piece j of row r
     is at j xor r (the 128-byte swizzle).
 
     Operands: `loaded`; `parts` in shared memory, and `notes`, there, for each warpgroup the pairs of the slot, the
-    factors of their rows and their shares, eight words each.
+    factors of their rows and their shares, eight words each; behind them come the shares of the next slot.
 
     Args:
-        groups: as for `load`.
+        groups: as for `ask`.
         parts_bytes: of shared memory between the parts of two warpgroups.
         quantised: the numbers first go through e4m3 with one power of two for 128 columns.
     """
@@ -93,8 +145,8 @@ def split(groups: int, parts_bytes: int, quantised: bool) -> str:
     lines = [
         f"""
         .reg .b32 thread, lane, warp, warpgroup, notes, parts, first, row, a, at, piece, back, e;
-        .reg .b32 most, inverse, factor, {", ".join(words[0] + words[1])}, h<8>, l<8>;
-        .reg .b16 low, high, c<4>; .reg .f32 y<2>, z<4>, scale, unscale; .reg .pred there, mine, leader, finite, up;
+        .reg .b32 most, inverse, factor, {", ".join(words[0] + words[1])}, h<8>, l<8>, top<4>, rest<4>;
+        .reg .b16 low, high, c<2>; .reg .f32 y<2>, scale, unscale; .reg .pred there, mine, leader, finite, up;
         {_THREAD} shr.u32 warpgroup, thread, 7; shl.b32 first, warp, 1; setp.eq.u32 leader, lane, 0;
         setp.lt.u32 mine, lane, {groups}; mad.lo.u32 parts, warpgroup, {parts_bytes}, $parts;
         mad.lo.u32 notes, warpgroup, {4 * NOTES}, $notes; mad.lo.u32 notes, first, 4, notes;
@@ -111,7 +163,8 @@ def split(groups: int, parts_bytes: int, quantised: bool) -> str:
             f"""
             redux.sync.max.u32 most, most, 0xFFFFFFFF; shl.b32 most, most, 16; max.u32 most, most, 0x0D800000;
             and.b32 most, most, 0x7F800000; setp.ne.u32 finite, most, 0x7F800000; sub.u32 inverse, {261 << 23}, most;
-            mov.b32 scale, inverse; sub.u32 factor, most, {1 << 23}; selp.b32 factor, factor, 0x7FC00000, finite;
+            shr.u32 a, inverse, 16; or.b32 inverse, inverse, a;
+            sub.u32 factor, most, {1 << 23}; selp.b32 factor, factor, 0x7FC00000, finite;
             """  # 2^7 over the row's power of two; back by 2^-7, and by 2^6 because e2m1 bits are read as e4m3 numbers
         )
         lines += [_part(words[half][4 * i : 4 * i + 4], i) for i in range(4)]
@@ -135,31 +188,26 @@ def split(groups: int, parts_bytes: int, quantised: bool) -> str:
 
 def _largest(words: list[str]) -> str:
     """most = the largest magnitude of bfloat16 pairs, as bits."""
-    lines = ["mov.b32 most, 0;"] + [f"and.b32 a, {word}, 0x7FFF7FFF; max.u16x2 most, most, a;" for word in words]
-    return "\n".join([*lines, "shr.u32 a, most, 16; and.b32 most, most, 0xFFFF; max.u32 most, most, a;"])
+    lines = ["mov.b32 most, 0;"] + [f"max.NaN.xorsign.abs.bf16x2 most, most, {word};" for word in words]
+    lines.append("and.b32 most, most, 0x7FFF7FFF; shr.u32 a, most, 16; max.u16x2 most, most, a;")
+    return "\n".join([*lines, "and.b32 most, most, 0xFFFF;"])
 
 
 def _part(words: list[str], index: int) -> str:
     """hi and lo of eight columns, four of each parity, in one register each.
 
-    hi = c - (c - y) with c = (2^20 + 1) y is y rounded to 4 of its 24 bits (Veltkamp); far cheaper than a conversion
-    there and back.
+    Either is converted with what lies behind it in a register, which is too little to round to another number.
     """
     lines = []
-    for move, register in (("shl.b32 a, {}, 16;", index), ("and.b32 a, {}, 0xFFFF0000;", 4 + index)):
-        for pair in (0, 1):
-            for i, word in enumerate(words[2 * pair : 2 * pair + 2]):
-                lines.append(
-                    f"""
-                    {move.format(word)} mov.b32 y{i}, a; mul.f32 y{i}, y{i}, scale;
-                    mul.rn.f32 z{i}, y{i}, {float32(2**20 + 1)}; sub.rn.f32 z{2 + i}, z{i}, y{i};
-                    sub.rn.f32 z{i}, z{i}, z{2 + i}; sub.rn.f32 y{i}, y{i}, z{i};
-                    """
-                )
-            lines.append(
-                f"cvt.rn.satfinite.e4m3x2.f32 c{pair}, z1, z0; cvt.rn.satfinite.e4m3x2.f32 c{2 + pair}, y1, y0;"
-            )
-        lines.append(f"mov.b32 h{register}, {{c0, c1}}; mov.b32 l{register}, {{c2, c3}};")
+    for i, word in enumerate(words):
+        lines.append(f"mul.rn.bf16x2 {word}, {word}, inverse; and.b32 top{i}, {word}, 0xFFF0FFF0;")
+        lines.append(f"sub.rn.bf16x2 rest{i}, {word}, top{i};")
+    for part, source in (("h", "top"), ("l", "rest")):
+        for move, register in (("shl.b32 a, {}, 16; mov.b32 {}, a;", index), ("mov.b32 {1}, {0};", 4 + index)):
+            for pair in (0, 1):
+                lines += [move.format(f"{source}{2 * pair + i}", f"y{i}") for i in (0, 1)]
+                lines.append(f"cvt.rn.satfinite.e4m3x2.f32 c{pair}, y1, y0;")
+            lines.append(f"mov.b32 {part}{register}, {{c0, c1}};")
     return "\n".join(lines)
 
 
@@ -189,81 +237,73 @@ def _quantise(words: list[str]) -> str:
 
 CODES = 2 * CHUNK_GROUPS
 """Registers of a thread in which `read` leaves its weights of a chunk, eight each."""
-NUMBERS = TILE * CHUNK_GROUPS
-"""Float32, that `read` makes for a warpgroup of the scales of a chunk."""
 
 
-def read(chunk: int, groups: int) -> str:
+def read() -> str:
     """A thread's part of a chunk into registers: of rows r and r+8 of its warp's 16, bytes 4q to 4q+3 of each group.
 
     r is its lane over 4 and q the rest. That is just its part of the left operand of a k step of wgmma, low nibbles
     being the even columns, so that a weight is touched by one thread and once; and it is what ldmatrix gives, four
     matrices of eight rows by 16 bytes at once, of which a lane says where one row lies.
 
-    A warp also makes numbers of the scales of its rows, four a lane, in shared memory, where four lanes need each.
-
-    Operands: `weights` and `scales` in shared memory, rings of chunks and of tiles' scales, of which these are number
-    `place` and `scales_place`; `numbers`, there. Result: `codes`.
-
-    Args:
-        chunk: number of the chunk in the tile.
-        groups: as for `load`.
+    Operands: `weights` in shared memory, a ring of chunks, of which this is number `place`. Result: `codes`.
     """
+    pattern = 8 * SWIZZLE_BYTES
     lines = [
         f"""
-        .reg .b32 thread, lane, warp, row, of_row, group, base, a, e<4>;
-        {_THREAD} and.b32 of_row, lane, 7; and.b32 row, lane, 15; mad.lo.u32 row, warp, 16, row;
-        mad.lo.u32 a, $place, {TILE}, row; mad.lo.u32 base, a, {CHUNK_BYTES}, $weights;
-        shr.u32 group, lane, 4; xor.b32 group, group, of_row; mad.lo.u32 base, group, 16, base;
+        .reg .b32 thread, lane, warp, row, group, base, a;
+        {_THREAD} mad.lo.u32 a, $place, 4, warp; mad.lo.u32 base, a, {16 * CHUNK_BYTES}, $weights;
+        bfe.u32 a, lane, 3, 1; mad.lo.u32 base, a, {8 * CHUNK_BYTES}, base; and.b32 row, lane, 7;
+        mad.lo.u32 base, row, {SWIZZLE_BYTES}, base; shr.u32 group, lane, 4; xor.b32 group, group, row;
+        mad.lo.u32 base, group, 16, base;
         """
     ]
-    for group in range(0, CHUNK_GROUPS, 2):
-        four = vector(f"$codes{2 * group + i}" for i in range(4))
-        lines.append(f"xor.b32 a, base, {16 * group}; ldmatrix.sync.aligned.m8n8.x4.shared.b16 {four}, [a];")
-    lines.append(
-        f"""
-        shr.u32 row, lane, 1; mad.lo.u32 row, warp, 16, row; and.b32 group, lane, 1;
-        mad.lo.u32 a, $scales_place, {TILE}, row; mad.lo.u32 a, a, {groups}, $scales;
-        mad.lo.u32 a, group, 4, a; ld.shared.u32 e3, [a + {chunk * CHUNK_GROUPS}];
-        shl.b32 e0, e3, 23; shl.b32 e1, e3, 15; shl.b32 e2, e3, 7; shr.u32 e3, e3, 1;
-        """  # a code is the exponent field of its float32
-    )
-    lines += [f"and.b32 e{i}, e{i}, 0x7F800000;" for i in range(4)]
-    lines.append(
-        f"""
-        mad.lo.u32 a, thread, {4 * 4}, $numbers; bar.warp.sync 0xFFFFFFFF; st.shared.v4.u32 [a], {{e0, e1, e2, e3}};
-        """  # no sooner than all lanes have used those of the chunk before
-    )
+    for byte in range(0, SWIZZLE_BYTES, 2 * 16):  # of two groups
+        lines.append(f"xor.b32 a, base, {byte};")
+        for number in range(CHUNK_BYTES // SWIZZLE_BYTES):
+            first = 2 * (number * SWIZZLE_BYTES + byte) // 16
+            four = vector(f"$codes{first + i}" for i in range(4))
+            lines.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {four}, [a + {number * pattern}];")
     return "\n".join(lines)
 
 
 def multiply(chunk: int, groups: int, parts_bytes: int, first: bool) -> str:
-    """sums [64, 8] += chunk [64, 256] times the split rows, each group of 32 columns with its scale.
+    """sums [64, 8] += chunk [64, 512] times the split rows, each group of 32 columns with its scale.
 
     A group is one k step of wgmma with the weights in registers and a fresh accumulator, hi and lo being 16 columns of
     one product; its float32 results are multiplied with the group's scale and added. An e2m1 number becomes e4m3 by
     moving bits, exactly, as its value times 2^-6.
 
-    Operands: `codes` and `numbers` as `read` leaves them; `parts` as for `split`; `warpgroup`, its number, which the
-    compiler has to know to be the same in a whole warp, or it moves every descriptor to a uniform register by itself;
-    `sums`, a result too, and an operand unless `first`.
+    Operands: `codes` as `read` leaves them; `scales` in shared memory, a ring of tiles' scales, of which these are
+    number `scales_place`; `numbers`, there, where they become float32; `parts` as for `split`; `warpgroup`, its number,
+    which the compiler has to know to be the same in a whole warp, or it moves every descriptor to a uniform register by
+    itself; `sums`, a result too, and an operand unless `first`.
 
     Args:
-        chunk, groups: as for `read`.
+        chunk: number of the chunk in the tile.
+        groups: as for `ask`.
         parts_bytes: as for `split`.
         first: the sums begin at zero.
     """
-    sets, batches = 2 * _BATCH, CHUNK_GROUPS // _BATCH
+    sets, batches, halves = 2 * _BATCH, CHUNK_GROUPS // _BATCH, CHUNK_GROUPS // SCALED_GROUPS
     lines = [
         f"""
-        .reg .b32 thread, parts, scales, a, b, low, A<{4 * sets}>;
-        .reg .f32 f<{2 * _BATCH}>, d<{8 * sets}>; .reg .b64 descriptor; .reg .pred no;
-        mov.u32 thread, %tid.x; shr.u32 a, thread, 5; shl.b32 a, a, 4; bfe.u32 b, thread, 2, 3; add.u32 a, a, b;
-        mad.lo.u32 scales, a, {4 * CHUNK_GROUPS}, $numbers; setp.ne.b32 no, 0, 0;
+        .reg .b32 thread, lane, warp, parts, own, factors, a, b, low, e<4>, scales<{halves}>, A<{4 * sets}>;
+        .reg .f32 f<{4 * _BATCH}>, d<{8 * sets}>; .reg .b64 descriptor<{_BATCH}>; .reg .pred no;
+        {_THREAD} shr.u32 a, lane, 1; mad.lo.u32 a, warp, 16, a; mad.lo.u32 a, $scales_place, {TILE}, a;
+        mad.lo.u32 a, a, {groups}, $scales; and.b32 b, lane, 1; mad.lo.u32 a, b, 4, a;
+        """
+    ]
+    for half in range(halves):
+        lines.append(f"ld.shared.u32 scales{half}, [a + {chunk * CHUNK_GROUPS + half * SCALED_GROUPS}];")
+    lines.append(
+        f"""
+        mad.lo.u32 own, thread, {4 * 4}, $numbers; shr.u32 a, thread, 5; bfe.u32 b, thread, 2, 3;
+        mad.lo.u32 a, a, 16, b; mad.lo.u32 factors, a, {4 * SCALED_GROUPS}, $numbers; setp.ne.b32 no, 0, 0;
         mad.lo.u32 parts, $warpgroup, {parts_bytes}, $parts;
         add.u32 parts, parts, {chunk * CHUNK_GROUPS * GROUP * ROWS}; shr.u32 parts, parts, 4;
         """
-    ]
+    )
     for batch in range(batches):
         lines += [_decode(batch), _products(batch, groups * GROUP * ROWS)]
         if batch:
@@ -298,10 +338,11 @@ def _products(batch: int, lo_offset: int) -> str:
     for group, set_ in _groups(batch):
         sums, weights = vector(f"d{8 * set_ + i}" for i in range(8)), vector(f"A{4 * set_ + i}" for i in range(4))
         start = (group // 4 * 1024 + group % 4 * GROUP) >> 4  # descriptors count in 16 bytes
+        described = f"descriptor{group % _BATCH}"
         lines.append(
             f"""
-            add.u32 low, parts, {start}; mov.b64 descriptor, {{low, {high}}};
-            wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {sums}, {weights}, descriptor, no, 1, 1;
+            add.u32 low, parts, {start}; mov.b64 {described}, {{low, {high}}};
+            wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {sums}, {weights}, {described}, no, 1, 1;
             """
         )
     lines.append("wgmma.commit_group.sync.aligned;")
@@ -309,16 +350,30 @@ def _products(batch: int, lo_offset: int) -> str:
 
 
 def _fold(batch: int, first: bool) -> str:
+    """The sums with the products of a batch; two batches load their factors at once."""
     lines = []
-    for half in (0, 1):
-        factors = vector(f"f{_BATCH * half + i}" for i in range(_BATCH))
-        lines.append(f"ld.shared.v{_BATCH}.f32 {factors}, [scales + {4 * (8 * half * CHUNK_GROUPS + _BATCH * batch)}];")
+    half, scaled = divmod(_BATCH * batch, SCALED_GROUPS)
+    if scaled == 0:
+        lines.append(_numbers(half))
+    if batch % 2 == 0:
+        for upper in (0, 1):  # rows r and r + 8
+            four = vector(f"f{2 * _BATCH * upper + i}" for i in range(2 * _BATCH))
+            lines.append(f"ld.shared.v4.f32 {four}, [factors + {4 * (8 * upper * SCALED_GROUPS + scaled)}];")
     for group, set_ in _groups(batch):
         for i in range(8):  # hi, then lo
-            term, sum_ = f"d{8 * set_ + i}, f{i % 4 // 2 * _BATCH + group % _BATCH}", f"$sums{i % 4}"
+            term, sum_ = f"d{8 * set_ + i}, f{i % 4 // 2 * 2 * _BATCH + set_}", f"$sums{i % 4}"
             start = first and group == 0 and i < 4
             lines.append(f"mul.f32 {sum_}, {term};" if start else f"fma.rn.f32 {sum_}, {term}, {sum_};")
     return "\n".join(lines)
+
+
+def _numbers(half: int) -> str:
+    """Float32 numbers of the scales of a warp's rows, four a lane, in shared memory, where four lanes need each."""
+    return f"""
+        shl.b32 e0, scales{half}, 23; shl.b32 e1, scales{half}, 15; shl.b32 e2, scales{half}, 7;
+        shr.u32 e3, scales{half}, 1; {" ".join(f"and.b32 e{i}, e{i}, 0x7F800000;" for i in range(4))}
+        bar.warp.sync 0xFFFFFFFF; st.shared.v4.u32 [own], {{e0, e1, e2, e3}}; bar.warp.sync 0xFFFFFFFF;
+        """  # a code is the exponent field of its float32; all lanes have used the numbers before
 
 
 def finish(warpgroups: int, width: int, limit: float | None, rounded: bool = False) -> str:

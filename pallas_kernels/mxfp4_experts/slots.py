@@ -1,13 +1,13 @@
 """Which rows meet which expert: pairs of a row and one of its picks, in slots of up to eight that share an expert.
 
 Slots are numbered by expert, and within one by the order of its pairs. Every block sorts all pairs for itself, which
-takes it about two microseconds, and notes the few slots that it works on.
+takes it a microsecond or one and a half, and notes the few slots that it works on.
 """
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from pallas_kernels.hopper import FIRST_NAMED_BARRIER, MULTIPROCESSORS, WARPGROUP
+from pallas_kernels.hopper import FIRST_NAMED_BARRIER, MULTIPROCESSORS, WARPGROUP, vector
 
 BLOCKS = MULTIPROCESSORS
 """Of the grid. They have to run at once: between the products they wait for each other."""
@@ -17,6 +17,7 @@ SLOTS = 8
 """At most of a block, one for each of the warps that look for them. Ranges of blocks overlap at their ends, so that all
 of them may have seven times their number."""
 _AT_ONCE = 4  # pairs of a lane, whose loads do not wait for each other
+_VECTOR = 4  # counts of experts that a lane loads at once, so that the lanes of a warp hardly meet in a bank
 
 
 class Slots(NamedTuple):
@@ -44,7 +45,7 @@ def sort(pairs: int, picks: int, experts: int, warpgroups: int) -> str:
     each of the block's slots a warp then goes through all pairs in their order and keeps those whose turn it is.
 
     Operands: `picks`, int32 in global memory, what is no number of an expert being none; `live`, there, a byte for each
-    row; `block`, its number; `scratch` in shared memory, a word for each expert and each pair; the fields of `Slots`.
+    row; `block`, its number; `scratch` in shared memory, `scratch_words`; the fields of `Slots`.
 
     Args:
         pairs: in all.
@@ -52,7 +53,8 @@ def sort(pairs: int, picks: int, experts: int, warpgroups: int) -> str:
         experts: E.
         warpgroups: of a block.
     """
-    threads, each = warpgroups * WARPGROUP, -(-experts // 32)
+    threads, counted = warpgroups * WARPGROUP, _counted(experts)
+    each = counted // 32
     turns = range(0, pairs, threads)
     together = f"bar.sync {FIRST_NAMED_BARRIER}, {threads};"
     registers = f"""
@@ -60,21 +62,31 @@ def sort(pairs: int, picks: int, experts: int, warpgroups: int) -> str:
         .reg .b32 seen, there, before, place, at, zero, none, key<{max(len(turns), _AT_ONCE)}>, used<{each}>;
         .reg .b64 from, byte; .reg .pred p, q, mine;
         mov.u32 thread, %tid.x; and.b32 lane, thread, 31; shr.u32 warp, thread, 5;
-        add.u32 keys, $scratch, {4 * experts}; mov.b32 zero, 0; mov.b32 none, -1;
+        add.u32 keys, $scratch, {4 * counted}; mov.b32 zero, 0; mov.b32 none, -1;
         """
     parts = [
         registers,
         *_load(turns, pairs, picks, experts),
-        *_clear(threads, experts),
+        *_clear(threads, counted),
         together,
         *_count(turns, pairs),
         together,
-        *_place(experts, each),
+        *_place(each),
         *_find(each),
         *_keep(pairs),
         f"DONE: {together}",
     ]
     return "\n".join(parts)
+
+
+def scratch_words(pairs: int, experts: int) -> int:
+    """That `sort` needs: a count for each expert, and what each pair picks."""
+    return _counted(experts) + pairs
+
+
+def _counted(experts: int) -> int:
+    """Experts and what makes them so many vectors for each lane of a warp; nobody picks those behind the last one."""
+    return -(-experts // (32 * _VECTOR)) * 32 * _VECTOR
 
 
 def _load(turns: range, pairs: int, picks: int, experts: int) -> Iterator[str]:
@@ -89,11 +101,11 @@ def _load(turns: range, pairs: int, picks: int, experts: int) -> Iterator[str]:
             """
 
 
-def _clear(threads: int, experts: int) -> Iterator[str]:
+def _clear(threads: int, counted: int) -> Iterator[str]:
     """No expert is counted, and no slot holds a pair."""
-    for begin in range(0, experts, threads):
+    for begin in range(0, counted, threads):
         yield f"""
-            add.u32 a, thread, {begin}; setp.lt.u32 p, a, {experts}; mad.lo.u32 a, a, 4, $scratch;
+            add.u32 a, thread, {begin}; setp.lt.u32 p, a, {counted}; mad.lo.u32 a, a, 4, $scratch;
             @p st.shared.u32 [a], zero;
             """
     yield f"setp.lt.u32 p, thread, {SIZES.pairs}; mad.lo.u32 a, thread, 4, $pairs; @p st.shared.u32 [a], none;"
@@ -109,14 +121,22 @@ def _count(turns: range, pairs: int) -> Iterator[str]:
             """
 
 
-def _place(experts: int, each: int) -> Iterator[str]:
-    """used = slots of each of a lane's experts, own = of all of them, ends = of those of the lanes before, too."""
-    yield f"mov.b32 own, 0; mul.lo.u32 expert, lane, {each};"
+def _place(each: int) -> Iterator[str]:
+    """used = slots of each of a lane's experts, own = of all of them, ends = of those of the lanes before, too.
+
+    DONE for warps that look for no slot.
+    """
+    yield f"""
+        setp.ge.u32 p, warp, {SLOTS}; @p bra DONE;
+        mov.b32 own, 0; mul.lo.u32 expert, lane, {each}; mad.lo.u32 a, expert, 4, $scratch;
+        """
+    for i in range(0, each, _VECTOR):
+        used = vector(f"used{i + j}" for j in range(_VECTOR))
+        yield f"ld.shared.v{_VECTOR}.u32 {used}, [a + {4 * i}];"
     for i in range(each):
         yield f"""
-            add.u32 a, expert, {i}; setp.lt.u32 p, a, {experts}; mad.lo.u32 a, a, 4, $scratch; mov.b32 used{i}, 0;
-            @p ld.shared.u32 used{i}, [a]; add.u32 used{i}, used{i}, {ROWS - 1};
-            shr.u32 used{i}, used{i}, {ROWS.bit_length() - 1}; add.u32 own, own, used{i};
+            add.u32 used{i}, used{i}, {ROWS - 1}; shr.u32 used{i}, used{i}, {ROWS.bit_length() - 1};
+            add.u32 own, own, used{i};
             """
     yield "mov.b32 ends, own;"
     for distance in (1, 2, 4, 8, 16):
@@ -133,7 +153,7 @@ def _find(each: int) -> Iterator[str]:
     """expert = that of the warp's slot, and rest = how many of its slots come before; DONE for warps without one."""
     yield f"""
         mul.lo.u32 first, $block, count; div.u32 first, first, {BLOCKS}; add.u32 slot, first, warp;
-        setp.lt.u32 p, warp, {SLOTS}; setp.lt.u32 q, slot, count; and.pred p, p, q; @!p bra DONE;
+        setp.ge.u32 p, slot, count; @p bra DONE;
         setp.lt.u32 p, slot, ends; vote.sync.ballot.b32 a, p, 0xFFFFFFFF; popc.b32 leader, a;
         sub.u32 leader, 32, leader; sub.u32 rest, ends, own; sub.u32 rest, slot, rest; setp.eq.u32 p, 0, 0;
         """  # it lies before the end of all lanes but the first ones

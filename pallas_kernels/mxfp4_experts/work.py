@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,19 +13,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.mxfp4_experts import ptx
-from pallas_kernels.mxfp4_experts.ptx import CHUNK_BYTES, GROUP, TILE
+from pallas_kernels.mxfp4_experts.ptx import CHUNK_BYTES, GROUP, SWIZZLE_BYTES, TILE
 from pallas_kernels.mxfp4_experts.slots import BLOCKS, Slots
 
 WARPGROUPS = 4
 THREADS = WARPGROUPS * hopper.WARPGROUP
-STAGES = 4
-"""Chunks of 8 KB that a warpgroup has under way: 128 KB of weights for a multiprocessor."""
-EARLY = 2
-"""Of them those of the second product that are asked for before all blocks have met."""
+STAGES = 2
+"""Chunks of 16 KB that a warpgroup has under way: 128 KB of weights for a multiprocessor."""
 SCALE_BYTES = 4096
 """Of a warpgroup: of two tiles of the largest width."""
-SWIZZLED: Any = (plgpu.TilingTransform((8, CHUNK_BYTES)), plgpu.SwizzleTransform(CHUNK_BYTES))  # type: ignore[abstract]
-"""How chunks lie in shared memory: 128 bytes a row, in which the 16-byte piece j of row r is at j xor r mod 8."""
+SWIZZLED: Any = (plgpu.TilingTransform((8, SWIZZLE_BYTES)), plgpu.SwizzleTransform(SWIZZLE_BYTES))  # type: ignore[abstract]
+"""How chunks lie in shared memory, eight rows after the other."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +94,11 @@ class Product:
         return STAGES // self.chunks
 
     @property
+    def second(self) -> tuple[int, int]:
+        """The tile and the chunk that come to the second place of the ring at first."""
+        return divmod(1, self.chunks)
+
+    @property
     def scale_places(self) -> int:
         """Of a warpgroup, a tile each: at least those ahead and the one in use; in bytes the same for both products."""
         return SCALE_BYTES // (TILE * self.groups)
@@ -112,10 +115,10 @@ class Memory(NamedTuple):
     """Shared memory of a block. The first four are rings in which every warpgroup has places of its own.
 
     Attributes:
-        weights: uint8 [places, 64, 128], chunks.
+        weights: uint8 [places, 64, 256], chunks.
         scales: uint8 [places, 64, groups], of tiles.
         weights_there, scales_there: barriers of those places.
-        numbers: float32, the scales of the chunk in work, see `ptx.read`.
+        numbers: float32, scales of the chunk in work, see `ptx.multiply`.
         parts, notes: of the slot in work, see `ptx.split`.
         partial: float32, sums of the warpgroups, see `ptx.finish`.
     """
@@ -161,9 +164,17 @@ class Work:
 
     @cached_property
     def range(self) -> tuple[jax.Array, jax.Array]:
-        """The block's first tile, and the one after its last."""
-        tiles, block = self.slots.count[0] * self.product.tiles, lax.axis_index("block")
-        return _div(block * tiles, BLOCKS), _div((block + 1) * tiles, BLOCKS)
+        """The block's first tile, and the one after its last.
+
+        Blocks share the tiles so that a slot that begins among them counts as one tile more.
+        """
+        tiles, block = self.product.tiles, lax.axis_index("block")
+
+        def first(block: jax.Array) -> jax.Array:
+            number = _div(block * self.slots.count[0] * (tiles + 1), BLOCKS)
+            return number - _div(number + tiles, tiles + 1)  # of which these are slots
+
+        return first(block), first(block + 1)
 
     def slot(self, tile: jax.Array) -> jax.Array:
         """Of a tile of the block, by the block's own numbers, which begin at 0."""
@@ -173,16 +184,15 @@ class Work:
         """Of a tile."""
         return self.slots.experts[self.slot(tile)]
 
-    def fetch(self, index: jax.Array | int, chunk: int) -> None:
+    def copy(self, index: jax.Array | int, chunk: int, wanted: jax.Array | bool = True) -> None:
         """Starts the copies of a chunk of this warpgroup, with the first one of a tile its scales; `index` of tiles."""
         product, memory, warpgroup = self.product, self.memory, self.warpgroup
-        tile = self.range[0] + index
+        tile, end = self.range[0] + index, self.range[1]
         here = pl.ds(_rem(tile, product.tiles) * product.rows, product.rows)
         column, place = warpgroup * product.chunks + chunk, self.place(index, chunk)
+        expert = self.expert(jnp.minimum(tile, end - 1))  # a warp by itself cannot look it up
 
-        @pl.when(tile < self.range[1])
-        def _() -> None:
-            expert = self.expert(tile)
+        def start() -> None:
             for number, (payload, scales) in enumerate(self.matrices):
                 there = pl.ds(number * product.rows, product.rows)
                 if chunk == 0:
@@ -192,10 +202,26 @@ class Work:
                 source = payload.at[expert, here, pl.ds(column * CHUNK_BYTES, CHUNK_BYTES)]
                 plgpu.copy_gmem_to_smem(source, memory.weights.at[place, there], memory.weights_there.at[place])
 
-    def fetch_first(self, first: int, end: int) -> None:
-        """Of the chunks that the ring takes before any is used, some."""
-        for place in range(first, end):
-            self.fetch(*divmod(place, self.product.chunks))
+        plgpu.warp_map(lambda warp: pl.when((warp == 0) & (tile < end) & wanted)(start))
+
+    def ask(self, index: jax.Array | int, wanted: jax.Array | bool = True) -> None:
+        """Starts the copies of the rows of a tile's slot."""
+        tile = self.range[0] + index
+        operands: dict[str, Any] = {"rows": self.rows, "shares": self.shares} | self._rows_of(self.slot(tile), index)
+        block = ptx.ask(self.product.groups, WARPGROUPS, self.product.picks)
+
+        @pl.when((tile < self.range[1]) & wanted)
+        def _() -> None:
+            hopper.run(block, **operands)
+
+    def fetch(self, index: jax.Array | int, chunk: int) -> None:
+        """Starts the copies of what comes next to a place: a chunk, or before the first one of a slot its rows."""
+        if chunk:
+            self.copy(index, chunk)
+        else:
+            begins = _rem(self.range[0] + index, self.product.tiles) == 0
+            self.copy(index, chunk, ~begins)
+            self.ask(index, begins)
 
     def place(self, index: jax.Array | int, chunk: int) -> jax.Array:
         """In the ring of weights."""
@@ -207,66 +233,73 @@ class Work:
         places = self.product.scale_places
         return self.warpgroup * places + _rem(index, places)
 
-    def load(self, slot: jax.Array) -> jax.Array:
-        """Starts loading the rows of a slot into registers."""
-        block = ptx.load(self.product.groups, WARPGROUPS, self.product.picks)
-        operands: dict[str, Any] = {"rows": self.rows, "pairs": self.slots.pairs, "shares": self.shares, "slot": slot}
-        (loaded,) = hopper.run(block, {"loaded": hopper.registers(ptx.LOADED, jnp.uint32)}, **operands)
-        return loaded
-
-    def split(self, loaded: jax.Array) -> None:
-        """Makes them the rows in work."""
-        hopper.warpgroup_barrier()  # the notes of the slot before have been read
+    def begin(self, slot: jax.Array, index: jax.Array) -> None:
+        """Makes rows that were asked for those in work, and fetches what belongs where they have been."""
+        result = {"loaded": hopper.registers(ptx.LOADED, jnp.uint32)}
+        (loaded,) = hopper.run(ptx.take(self.product.groups), result, **self._rows_of(slot, index))
+        hopper.warpgroup_barrier()  # for the place, and for notes of the slot before, which have been read
+        pl.when(index == 0)(lambda: self.fetch(*self.product.second))
+        pl.when(index > 0)(lambda: self.copy(index, 0))
         block = ptx.split(self.product.groups, self.parts_bytes, self.product.quantised)
         hopper.run(block, loaded=loaded, parts=self.memory.parts, notes=self.memory.notes)
         hopper.warpgroup_barrier()
 
-    def run(self, count: jax.Array, fetched: int = 0) -> None:
-        """All tiles of the block; `count` tiles were done, and some chunks fetched, before."""
-        loaded = self.load(jnp.int32(0))  # before the weights, behind which it would wait for microseconds
-        self.fetch_first(fetched, STAGES)
-        self.split(loaded)
+    def _rows_of(self, slot: jax.Array, index: jax.Array | int) -> dict[str, Any]:
+        """Operands for the rows of a slot that begins with a tile, and has the place of its first chunk until then.
+
+        The rows of the very first slot have the second place: weights that are wanted first are under way with them.
+        """
+        place = jnp.where(index == 0, self.place(*self.product.second), self.place(index, 0))
+        weights = self.memory.weights, SWIZZLED
+        return {"pairs": self.slots.pairs, "slot": slot, "weights": weights, "place": place, "notes": self.memory.notes}
+
+    def run(self, count: jax.Array) -> None:
+        """All tiles of the block; `count` were done before, and the first rows and chunk are under way."""
         product, (first, last) = self.product, self.range
 
         def one_tile(index: jax.Array, slot_before: jax.Array) -> jax.Array:
             slot = self.slot(first + index)
-            pl.when(slot != slot_before)(lambda: self.split(self.load(slot)))
+            pl.when(slot != slot_before)(partial(self.begin, slot, index))
             plgpu.barrier_wait(self.memory.scales_there.at[self.scales_place(index)])
             sums = None
             for chunk in range(product.chunks):
                 codes = self.read(index, chunk)
                 self.fetch(index + product.tiles_ahead, chunk)
-                sums = self.multiply(codes, chunk, sums)
+                sums = self.multiply(codes, index, chunk, sums)
             block = ptx.finish(WARPGROUPS, product.outputs, product.limit, product.quantised)
             numbers: dict[str, Any] = {"count": count + index, "tile": _rem(first + index, product.tiles)}
             hopper.run(block, sums=sums, partial=self.memory.partial, notes=self.memory.notes, out=self.out, **numbers)
             return slot
 
-        lax.fori_loop(0, last - first, one_tile, jnp.int32(0))
+        lax.fori_loop(0, last - first, one_tile, jnp.int32(-1))
 
     def read(self, index: jax.Array, chunk: int) -> jax.Array:
-        """A chunk, whose place is free afterwards; its scales are the numbers in work."""
+        """A chunk, whose place is free afterwards."""
         memory, place = self.memory, self.place(index, chunk)
         plgpu.barrier_wait(memory.weights_there.at[place])
         (codes,) = hopper.run(
-            ptx.read(chunk, self.product.groups),
+            ptx.read(),
             {"codes": hopper.registers(ptx.CODES, jnp.uint32)},
             weights=(memory.weights, SWIZZLED),
             place=place,
+        )
+        hopper.warpgroup_barrier()  # for its place, and for `ptx.finish`
+        return codes
+
+    def multiply(self, codes: jax.Array, index: jax.Array, chunk: int, sums: jax.Array | None) -> jax.Array:
+        """The sums with those of another chunk."""
+        memory, operands = self.memory, {} if sums is None else {"sums": sums}
+        (sums,) = hopper.run(
+            ptx.multiply(chunk, self.product.groups, self.parts_bytes, sums is None),
+            {"sums": hopper.registers(4, jnp.float32)},
+            codes=codes,
             scales=memory.scales,
             scales_place=self.scales_place(index),
             numbers=memory.numbers,
+            parts=memory.parts,
+            warpgroup=self.warpgroup,
+            **operands,
         )
-        hopper.warpgroup_barrier()  # for its place, for the numbers, and for `ptx.finish`
-        return codes
-
-    def multiply(self, codes: jax.Array, chunk: int, sums: jax.Array | None) -> jax.Array:
-        """The sums with those of another chunk."""
-        block = ptx.multiply(chunk, self.product.groups, self.parts_bytes, sums is None)
-        operands: dict[str, Any] = {} if sums is None else {"sums": sums}
-        result = {"sums": hopper.registers(4, jnp.float32)}
-        operands |= {"parts": self.memory.parts, "numbers": self.memory.numbers, "warpgroup": self.warpgroup}
-        (sums,) = hopper.run(block, result, codes=codes, **operands)
         return sums
 
 

@@ -7,7 +7,7 @@ What a body calls of Pallas and JAX is replaced while it runs, its numbers are t
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,14 +31,14 @@ class Ref:
     Attributes:
         memory: which.
         kind: of an address there, 32 bits in shared and 64 in global memory.
-        array: as if nothing were swizzled.
-        swizzled: by 128 bytes.
+        array: as if nothing were tiled or swizzled.
+        tiled: where its bytes lie, if they are.
     """
 
     memory: Memory
     kind: type
     array: np.ndarray
-    swizzled: bool = False
+    tiled: np.ndarray | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -58,9 +58,10 @@ class Ref:
     @property
     def spots(self) -> np.ndarray:
         """Where its bytes lie."""
+        if self.tiled is not None:
+            return self.tiled
         assert self.array.flags.c_contiguous
-        spots = int(self.address) + np.arange(self.array.nbytes).reshape(self.shape)
-        return swizzled(spots) if self.swizzled else spots
+        return int(self.address) + np.arange(self.array.nbytes).reshape(self.shape)
 
     def write(self, values: np.ndarray | int) -> None:
         """Bytes, where they lie."""
@@ -74,7 +75,8 @@ class View:
     def __getitem__(self, index: Any) -> Ref:
         parts = index if isinstance(index, tuple) else (index,)
         parts = tuple(slice(p.start, p.start + p.size) if isinstance(p, pl.Slice) else int(p) for p in parts)
-        return Ref(self.ref.memory, self.ref.kind, self.ref.array[parts], self.ref.swizzled)
+        tiled = None if self.ref.tiled is None else self.ref.tiled[parts]
+        return Ref(self.ref.memory, self.ref.kind, self.ref.array[parts], tiled)
 
 
 @dataclass
@@ -87,7 +89,7 @@ class TransferBarrier:
     def copy(self, source: Ref, target: Ref) -> None:
         assert len(self.copies) < self.arrivals, "its last phase has not been waited for"
         assert source.shape == target.shape and source.array.dtype == np.uint8
-        assert source.shape[-1] % 16 == 0 and source.address % 16 == 0 and target.address % 128 == 0
+        assert source.shape[-1] % 16 == 0 and source.address % 16 == 0 and target.spots.min() % 128 == 0
         target.write(0xFF)  # nobody may look from now on
         self.copies.append((source, target))
 
@@ -159,9 +161,14 @@ def _scratch(shared: Memory, kind: Any) -> Any:
         sizes = [int(np.prod(ref.shape)) * ref.dtype.itemsize for ref in kind.refs]
         arrays = [common[:size].view(ref.dtype).reshape(ref.shape) for size, ref in zip(sizes, kind.refs, strict=True)]
         return [Ref(shared, np.uint32, array) for array in arrays]
-    widths = [transform.swizzle for transform in kind.transforms if isinstance(transform, plgpu.SwizzleTransform)]
-    assert widths in ([], [128])
-    return Ref(shared, np.uint32, shared.place(kind.shape, kind.dtype), bool(widths))
+    ref = Ref(shared, np.uint32, shared.place(kind.shape, kind.dtype))
+    if not kind.transforms:
+        return ref
+    tiling, swizzle = kind.transforms
+    (rows, columns), (*others, all_rows, all_columns) = tiling.tiling, kind.shape
+    assert swizzle.swizzle == columns == 128, "a tile is as wide as its pattern"
+    tiles = ref.spots.reshape(*others, all_rows // rows, all_columns // columns, rows, columns)
+    return replace(ref, tiled=swizzled(np.swapaxes(tiles, -3, -2).reshape(kind.shape)))
 
 
 def _replace(patch: pytest.MonkeyPatch, here: Any, semaphore: Ref) -> None:
@@ -178,6 +185,10 @@ def _replace(patch: pytest.MonkeyPatch, here: Any, semaphore: Ref) -> None:
         counts = {name: int(np.prod(kind.shape)) // THREADS for name, kind in (results or {}).items()}
         return here.warpgroup.run(text, bits, counts)
 
+    def warp_map(f: Callable[[Any], None]) -> None:
+        for warp in range(4):
+            f(np.int32(warp))
+
     def copy(source: Ref, target: Ref, barrier: TransferBarrier) -> None:
         barrier.copy(source, target)
         here.warpgroup.block.races.copy(target.spots[..., ::4], here.index["warpgroup"])
@@ -185,6 +196,7 @@ def _replace(patch: pytest.MonkeyPatch, here: Any, semaphore: Ref) -> None:
     patch.setattr(hopper, "run", run)
     patch.setattr(hopper, "warpgroup_barrier", lambda: here.warpgroup.meet())
     patch.setattr(plgpu, "copy_gmem_to_smem", copy)
+    patch.setattr(plgpu, "warp_map", warp_map)
     patch.setattr(plgpu, "barrier_wait", lambda barrier: barrier.wait())
     patch.setattr(pl, "get_global", lambda _: semaphore)
     patch.setattr(pl, "when", lambda condition: lambda f: f() if condition else None)
@@ -194,3 +206,4 @@ def _replace(patch: pytest.MonkeyPatch, here: Any, semaphore: Ref) -> None:
     patch.setattr(jax.lax, "div", np.floor_divide)
     patch.setattr(jnp, "int32", np.int32)
     patch.setattr(jnp, "minimum", np.minimum)
+    patch.setattr(jnp, "where", np.where)

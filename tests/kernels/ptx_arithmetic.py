@@ -55,7 +55,27 @@ def decode_pair(codes: np.ndarray) -> np.ndarray:
 
 def encode_pair(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     values = np.stack([small(low), small(high)], axis=1)
-    return np.clip(values, -448, 448).astype(E4M3).view(np.uint16)[:, 0]
+    with np.errstate(invalid="ignore"):
+        return np.clip(values, -448, 448).astype(E4M3).view(np.uint16)[:, 0]
+
+
+def largest_pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Of magnitudes, with the product of the signs; NaN if one is."""
+    a, b = halves(a), halves(b)
+    magnitude = np.maximum(a & 0x7FFF, b & 0x7FFF)
+    return np.where(magnitude > 0x7F80, 0x7FFF, magnitude | (a ^ b) & 0x8000).astype(np.uint16).view(np.uint32)[:, 0]
+
+
+def paired(function: Callable[..., np.ndarray], kind: Any) -> Callable[..., np.ndarray]:
+    """An operation on pairs of 16-bit numbers, exact before they are rounded."""
+
+    def run(*values: np.ndarray) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            return (
+                function(*(halves(v).view(kind).astype(np.float64) for v in values)).astype(kind).view(np.uint32)[:, 0]
+            )
+
+    return run
 
 
 def round_pair(kind: Any) -> Callable[..., np.ndarray]:
@@ -86,6 +106,7 @@ ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "div.u32": unsigned(np.floor_divide),
     "rem.u32": unsigned(np.remainder),
     "and.b32": unsigned(np.bitwise_and),
+    "or.b32": unsigned(np.bitwise_or),
     "xor.b32": unsigned(np.bitwise_xor),
     "lop3.b32": unsigned(by_table),
     "shl.b32": unsigned(np.left_shift),
@@ -99,6 +120,9 @@ ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "mul.wide.s32": signed(np.multiply),
     "bfe.u32": unsigned(lambda a, b, c: a >> b & ((np.uint32(1) << c) - np.uint32(1))),
     "max.u16x2": lambda a, b: np.maximum(halves(a), halves(b)).view(np.uint32)[:, 0],
+    "max.NaN.xorsign.abs.bf16x2": largest_pair,
+    "mul.rn.bf16x2": paired(np.multiply, BF16),
+    "sub.rn.bf16x2": paired(np.subtract, BF16),
     "selp.b32": lambda a, b, flag: np.where(flag, a, b).astype(np.uint32),
     "and.pred": np.logical_and,
     "setp.ne.b32": compare(np.not_equal),

@@ -338,6 +338,8 @@ class Warpgroup:
         span = np.arange(int(arguments[2]))
         target, source = (self._address(argument)[mask][:, None] + span for argument in arguments[:2])
         assert not (target[:, 0] % len(span)).any() and not (source[:, 0] % len(span)).any(), "misaligned"
+        for word in range(0, len(span), 4):
+            self.block.races.write(target[:, word], self.tid[mask] // 32)
         shared, whole = self.block.shared.bytes, self.block.whole.bytes
         self.copies.open.append(lambda: shared.__setitem__(target, whole[source]))
 
