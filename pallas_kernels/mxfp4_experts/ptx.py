@@ -48,7 +48,7 @@ def ask(groups: int, warpgroups: int, picks: int) -> str:
 
     Operands: `rows`, bfloat16 in global memory; `shares`, there, a float32 for every pair; `pairs` of `Slots`, and
     `slot`, its number there; `weights` in shared memory, a ring of chunks, of whose places this is number `place`;
-    `notes`, there.
+    `notes`, there, to whose end the shares come, see `split`.
 
     Args:
         groups: of a warpgroup's columns, at most 32.
@@ -125,9 +125,9 @@ def _spots(groups: int) -> str:
 def split(groups: int, parts_bytes: int, quantised: bool) -> str:
     """What `take` took as hi + lo, both e4m3, over a power of two for each row of this warpgroup's columns.
 
-    hi has the upper four of a number's eight significant bits and lo the lower four. Over that power of two both are
-    exact, or, of what is far below the largest number, less than 2^-16 of it away. Rows that are missing become zeros;
-    a row that is not finite gets a factor that is not a number.
+    hi has the upper four of a number's eight significant bits and lo the lower four. Numbers from 2^-9 of the largest
+    on are exact so, smaller ones less than 2^-16 of the largest away. Rows that are missing become zeros; a row that is
+    not finite gets a factor that is not a number.
 
     A lane stores its 16 even columns before its 16 odd ones, as the nibbles of a weight come. Where they lie: 8 rows of
     hi, then 8 of lo; of either 1024 bytes for every 128 columns, row after row, in which the 16-byte piece j of row r
@@ -196,7 +196,7 @@ def _largest(words: list[str]) -> str:
 def _part(words: list[str], index: int) -> str:
     """hi and lo of eight columns, four of each parity, in one register each.
 
-    Either is converted with what lies behind it in a register, which is too little to round to another number.
+    Either is converted with what lies behind it in a register, which at most decides a tie between subnormal numbers.
     """
     lines = []
     for i, word in enumerate(words):

@@ -17,7 +17,7 @@ SLOTS = 8
 """At most of a block, one for each of the warps that look for them. Ranges of blocks overlap at their ends, so that all
 of them may have seven times their number."""
 _AT_ONCE = 4  # pairs of a lane, whose loads do not wait for each other
-_VECTOR = 4  # counts of experts that a lane loads at once, so that the lanes of a warp hardly meet in a bank
+_VECTOR = 4  # counts of experts that a lane loads at once, so that fewer lanes of a warp meet in a bank
 
 
 class Slots(NamedTuple):

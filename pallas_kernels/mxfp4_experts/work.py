@@ -23,7 +23,7 @@ STAGES = 2
 SCALE_BYTES = 4096
 """Of a warpgroup: of two tiles of the largest width."""
 SWIZZLED: Any = (plgpu.TilingTransform((8, SWIZZLE_BYTES)), plgpu.SwizzleTransform(SWIZZLE_BYTES))  # type: ignore[abstract]
-"""How chunks lie in shared memory, eight rows after the other."""
+"""How chunks lie in shared memory: pieces of 8 rows by 128 bytes, swizzled, those of the same rows side by side."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Memory(NamedTuple):
     """Shared memory of a block. The first four are rings in which every warpgroup has places of its own.
 
     Attributes:
-        weights: uint8 [places, 64, 256], chunks.
+        weights: uint8 [places, 64, 256], chunks; for some time a slot's rows in the place of a chunk.
         scales: uint8 [places, 64, groups], of tiles.
         weights_there, scales_there: barriers of those places.
         numbers: float32, scales of the chunk in work, see `ptx.multiply`.
@@ -164,17 +164,9 @@ class Work:
 
     @cached_property
     def range(self) -> tuple[jax.Array, jax.Array]:
-        """The block's first tile, and the one after its last.
-
-        Blocks share the tiles so that a slot that begins among them counts as one tile more.
-        """
-        tiles, block = self.product.tiles, lax.axis_index("block")
-
-        def first(block: jax.Array) -> jax.Array:
-            number = _div(block * self.slots.count[0] * (tiles + 1), BLOCKS)
-            return number - _div(number + tiles, tiles + 1)  # of which these are slots
-
-        return first(block), first(block + 1)
+        """The block's first tile, and the one after its last."""
+        count, tiles, block = self.slots.count[0], self.product.tiles, lax.axis_index("block")
+        return first_tile(block, count, tiles), first_tile(block + 1, count, tiles)
 
     def slot(self, tile: jax.Array) -> jax.Array:
         """Of a tile of the block, by the block's own numbers, which begin at 0."""
@@ -234,7 +226,7 @@ class Work:
         return self.warpgroup * places + _rem(index, places)
 
     def begin(self, slot: jax.Array, index: jax.Array) -> None:
-        """Makes rows that were asked for those in work, and fetches what belongs where they have been."""
+        """Splits the rows of a slot, which `ask` asked for, and fetches the chunk that belongs where they were."""
         result = {"loaded": hopper.registers(ptx.LOADED, jnp.uint32)}
         (loaded,) = hopper.run(ptx.take(self.product.groups), result, **self._rows_of(slot, index))
         hopper.warpgroup_barrier()  # for the place, and for notes of the slot before, which have been read
@@ -245,16 +237,17 @@ class Work:
         hopper.warpgroup_barrier()
 
     def _rows_of(self, slot: jax.Array, index: jax.Array | int) -> dict[str, Any]:
-        """Operands for the rows of a slot that begins with a tile, and has the place of its first chunk until then.
+        """Operands of `ptx.ask` and `ptx.take` for a slot of which tile `index` is the block's first one.
 
-        The rows of the very first slot have the second place: weights that are wanted first are under way with them.
+        Its rows lie where that tile's first chunk will be. Those of the block's first slot lie in the second place, so
+        that the first chunk is under way beside them.
         """
         place = jnp.where(index == 0, self.place(*self.product.second), self.place(index, 0))
         weights = self.memory.weights, SWIZZLED
         return {"pairs": self.slots.pairs, "slot": slot, "weights": weights, "place": place, "notes": self.memory.notes}
 
     def run(self, count: jax.Array) -> None:
-        """All tiles of the block; `count` were done before, and the first rows and chunk are under way."""
+        """All tiles of the block; `count` were done before, and the first chunk and rows are under way."""
         product, (first, last) = self.product, self.range
 
         def one_tile(index: jax.Array, slot_before: jax.Array) -> jax.Array:
@@ -301,6 +294,15 @@ class Work:
             **operands,
         )
         return sums
+
+
+def first_tile(block: Any, count: Any, tiles: int) -> Any:
+    """Of a block, in all `count` slots; it lies in slot block * count // BLOCKS, with which `slots.sort` begins.
+
+    Blocks share the tiles evenly, a slot that begins among them counting as one tile more.
+    """
+    number = _div(block * count * (tiles + 1), BLOCKS)  # of tiles and beginnings before
+    return number - _div(number + tiles, tiles + 1)  # without the beginnings
 
 
 def _div(number: jax.Array, divisor: int) -> jax.Array:

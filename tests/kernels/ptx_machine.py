@@ -3,7 +3,8 @@
 Knows the instructions that our kernels use, in the words of the PTX manual, and takes no notice of any convention of a
 kernel: fragments, descriptors and swizzles of wgmma are as the manual lays them out. What is asynchronous happens as
 late as it may. The threads of a warpgroup take every instruction together, and one warpgroup runs at a time, until it
-has to wait for another; what would be a race between the warps of a warpgroup is seen by `Races`.
+has to wait for another; what would be a race between the warps of a warpgroup is seen by `Races`. Fences and waits
+inside a warp do nothing here: that one is missing is not seen.
 """
 
 import functools

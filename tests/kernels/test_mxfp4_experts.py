@@ -123,6 +123,20 @@ def test_there_is_room_for_the_most_that_the_kernel_takes() -> None:
     assert least >= 4 * slots.scratch_words(mosaic.MOST_PAIRS, mosaic.MOST_EXPERTS)
 
 
+@pytest.mark.parametrize("tiles", [32, 64, 128])
+def test_blocks_share_the_tiles(tiles: int) -> None:
+    """Of any number of slots that there may be: nobody leaves one out, or has more slots than it notes."""
+    block = jnp.arange(slots.BLOCKS + 1, dtype=jnp.int32)
+    most = most_slots(mosaic.MOST_PAIRS, mosaic.MOST_EXPERTS)
+    counts = np.arange(most + 1, dtype=np.int32)
+    bounds = np.asarray(jax.vmap(lambda count: work.first_tile(block, count, tiles))(counts))
+    first, end = bounds[:, :-1], bounds[:, 1:]
+    some = end > first
+    assert (bounds[:, 0] == 0).all() and (bounds[:, -1] == counts * tiles).all() and (end >= first).all()
+    begun = np.arange(slots.BLOCKS) * counts[:, None] // slots.BLOCKS
+    assert (first // tiles == begun)[some].all() and ((end - 1) // tiles - begun < slots.SLOTS)[some].all()
+
+
 # The kernel, on a machine of ours ------------------------------------------------------------------------------------
 
 
@@ -295,7 +309,14 @@ class TestKernel:
 
     def test_a_block_goes_through_eight_slots(self, random) -> None:
         """The second of three blocks: of twenty from the seventh to the fourteenth, of these two not all tiles."""
-        rows, experts = rows_of(random, [[expert] for expert in range(20)], 2048), matrices(random, 20, 2048, 128)
+        rows, experts = rows_of(random, [[expert] for expert in range(20)], 2048), matrices(random, 20, 2048, 256)
+        got, want = of_pairs(gate_up(*rows, experts, LIMIT), rows), hidden_of(rows, *map(numbers, experts[:2]))
+        assert error(got, want) < KERNEL
+
+    def test_a_slot_begins_within_a_block(self, random, monkeypatch) -> None:
+        """At the width of Flash: its rows come to the place of a chunk while the tile's other one is under way."""
+        use_blocks(monkeypatch, 5)  # the second of which has one tile of the first slot
+        rows, experts = rows_of(random, [[expert] for expert in range(4)], 4096), matrices(random, 4, 4096, 128)
         got, want = of_pairs(gate_up(*rows, experts, LIMIT), rows), hidden_of(rows, *map(numbers, experts[:2]))
         assert error(got, want) < KERNEL
 
@@ -332,6 +353,7 @@ class TestKernel:
         ("name", "right", "wrong"),
         [
             ("ask", "xor.b32 a, a, lane;", "mov.b32 a, lane;"),  # pieces of rows come elsewhere
+            ("take", "cp.async.wait_group 0;", ""),  # rows are read before they are there
             ("split", "xor.b32 piece, piece, row;", ""),  # rows without their swizzle
             (
                 "multiply",
@@ -361,7 +383,7 @@ class TestKernel:
 
     @pytest.mark.parametrize("method", ["read", "begin"])
     def test_would_see_that_warps_do_not_wait(self, random, monkeypatch, method: str) -> None:
-        """Whose place is fetched again, and whose notes on rows are replaced, for the second slot of a block."""
+        """Whose place is fetched again: that of a chunk, or that of a block's first rows."""
         waits = getattr(work.Work, method)
 
         def hurries(*arguments: Any) -> Any:
