@@ -137,8 +137,7 @@ def layer(shape: Shape) -> Callable[..., tuple[jax.Array, jax.Array]]:
         slots = _sorted(shape, picks, live, scratch)
         work = _work(shape, True, matrices[:4], x, shares, hidden, slots, scratch)
         after = _work(shape, False, matrices[4:], hidden, shares, outputs, slots, scratch)
-        work.copy(0, 0)
-        work.ask(0)
+        work.start()
         work.run(jnp.int32(0))
         hopper.grid_arrive(barrier, THREADS)
         after.copy(0, 0)
@@ -157,8 +156,7 @@ def _half(shape: Shape, first: bool) -> Callable[..., tuple[jax.Array]]:
         matrices, out, scratch = refs[:arrays], refs[arrays], refs[arrays + 1 :]
         slots = _sorted(shape, picks, live, scratch)
         work = _work(shape, first, matrices, rows, shares, out, slots, scratch)
-        work.copy(0, 0)
-        work.ask(0)
+        work.start()
         work.run(jnp.int32(0))
 
     return _kernel(body, shape, shape.hidden if first else shape.width)

@@ -38,6 +38,7 @@ _THREAD = "mov.u32 thread, %tid.x; and.b32 lane, thread, 31; shr.u32 warp, threa
 
 LOADED = 36
 """Registers of a thread in which `take` leaves two rows' words, pairs and shares."""
+_PAIRS, _SHARES = 32, 34  # of them the first ones for pairs and for shares
 
 
 def ask(groups: int, warpgroups: int, picks: int) -> str:
@@ -94,10 +95,10 @@ def take(groups: int) -> str:
         """
     ]
     for half in (0, 1):
-        share = f"$loaded{34 + half}"
+        share = f"$loaded{_SHARES + half}"
         lines.append(
             f"""
-            mov.b32 $loaded{32 + half}, pair{half}; setp.ge.s32 there, pair{half}, 0; and.pred leads, there, leader;
+            mov.b32 $loaded{_PAIRS + half}, pair{half}; setp.ge.s32 there, pair{half}, 0; and.pred leads, there, leader;
             mov.b32 {share}, 0; @leads ld.shared.u32 {share}, [share + {4 * half}]; and.pred there, there, mine;
             """
         )
@@ -155,7 +156,7 @@ def split(groups: int, parts_bytes: int, quantised: bool) -> str:
     lines += [f"mov.b32 {word}, $loaded{i};" for i, word in enumerate(words[0] + words[1])]
     for half in (0, 1):
         lines += [f"mov.b32 {part}{i}, 0;" for part in "hl" for i in range(8)]
-        lines.append(f"mov.b32 factor, 0; setp.ge.s32 there, $loaded{32 + half}, 0; @!there bra.uni STORE{half};")
+        lines.append(f"mov.b32 factor, 0; setp.ge.s32 there, $loaded{_PAIRS + half}, 0; @!there bra.uni STORE{half};")
         if quantised:
             lines.append(_quantise(words[half]))
         lines.append(_largest(words[half]))
@@ -180,7 +181,7 @@ def split(groups: int, parts_bytes: int, quantised: bool) -> str:
             for part, offset in (("h", 0), ("l", groups * GROUP * ROWS)):
                 four = vector(f"{part}{even + i}" for i in range(4))
                 lines.append(f"@mine st.shared.v4.u32 [a + {offset}], {four};")
-        for i, note in enumerate((f"$loaded{32 + half}", "factor", f"$loaded{34 + half}")):
+        for i, note in enumerate((f"$loaded{_PAIRS + half}", "factor", f"$loaded{_SHARES + half}")):
             lines.append(f"@leader st.shared.u32 [notes + {4 * (i * ROWS + half)}], {note};")
     lines.append("fence.proxy.async.shared::cta;")  # the tensor cores read what ordinary stores wrote
     return "\n".join(lines)
@@ -203,11 +204,13 @@ def _part(words: list[str], index: int) -> str:
         lines.append(f"mul.rn.bf16x2 {word}, {word}, inverse; and.b32 top{i}, {word}, 0xFFF0FFF0;")
         lines.append(f"sub.rn.bf16x2 rest{i}, {word}, top{i};")
     for part, source in (("h", "top"), ("l", "rest")):
-        for move, register in (("shl.b32 a, {}, 16; mov.b32 {}, a;", index), ("mov.b32 {1}, {0};", 4 + index)):
+        for odd in (0, 1):
             for pair in (0, 1):
-                lines += [move.format(f"{source}{2 * pair + i}", f"y{i}") for i in (0, 1)]
+                for i in (0, 1):
+                    word = f"{source}{2 * pair + i}"
+                    lines.append(f"mov.b32 y{i}, {word};" if odd else f"shl.b32 a, {word}, 16; mov.b32 y{i}, a;")
                 lines.append(f"cvt.rn.satfinite.e4m3x2.f32 c{pair}, y1, y0;")
-            lines.append(f"mov.b32 {part}{register}, {{c0, c1}};")
+            lines.append(f"mov.b32 {part}{4 * odd + index}, {{c0, c1}};")
     return "\n".join(lines)
 
 

@@ -246,6 +246,11 @@ class Work:
         weights = self.memory.weights, SWIZZLED
         return {"pairs": self.slots.pairs, "slot": slot, "weights": weights, "place": place, "notes": self.memory.notes}
 
+    def start(self) -> None:
+        """Starts the copies of the first chunk and of the first rows."""
+        self.copy(0, 0)
+        self.ask(0)
+
     def run(self, count: jax.Array) -> None:
         """All tiles of the block; `count` were done before, and the first chunk and rows are under way."""
         product, (first, last) = self.product, self.range
